@@ -1,0 +1,61 @@
+"""The two matrix products of the engine, accumulated in float32 (float64 for float64) whatever the inputs are.
+
+similarities(rows, cols, out)      out = rows @ cols.T
+accumulate(out, weights, factors)  out += weights @ factors
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over pairs, and of everything the engine returns."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_narrow(tensor: Tensor) -> bool:
+    """Whether the products should run in 16 bits with float32 sums: half-precision inputs on a GPU that can."""
+    return tensor.dtype in (torch.float16, torch.bfloat16) and tensor.is_cuda and _mixed_products_work()
+
+
+def operand(tensor: Tensor) -> Tensor:
+    """The embeddings as they enter `similarities`: unchanged where 16-bit products are fast, else widened."""
+    tensor = tensor.detach()
+    return tensor if is_narrow(tensor) else tensor.to(accumulator_dtype(tensor.dtype))
+
+
+def factor(tensor: Tensor) -> Tensor:
+    """The embeddings as they enter `accumulate`. float16 turns into bfloat16, because weights exceed its range."""
+    return tensor.to(torch.bfloat16) if is_narrow(tensor) else tensor
+
+
+def similarities(rows: Tensor, cols: Tensor, out: Tensor) -> None:
+    if rows.dtype == out.dtype:
+        torch.mm(rows, cols.T, out=out)
+    else:
+        torch.mm(rows, cols.T, out_dtype=out.dtype, out=out)
+
+
+def accumulate(out: Tensor, weights: Tensor, factors: Tensor, *, fresh: bool = False) -> None:
+    """With `fresh`, what `out` holds is not read but replaced."""
+    if weights.dtype == out.dtype:
+        torch.addmm(out, weights, factors, beta=0 if fresh else 1, out=out)
+    elif fresh:
+        torch.mm(weights, factors, out_dtype=out.dtype, out=out)
+    else:
+        torch.addmm(out, weights, factors, out_dtype=out.dtype, out=out)
+
+
+@functools.cache
+def _mixed_products_work() -> bool:
+    """Whether this torch multiplies 16-bit matrices into a float32 result; those before 2.8 do not."""
+    probe = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+    result = torch.zeros(16, 16, device="cuda")
+    try:
+        torch.mm(probe, probe, out_dtype=torch.float32, out=result)
+        torch.addmm(result, probe, probe, out_dtype=torch.float32, out=result)
+    except (TypeError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,101 @@
+"""What crosses the border of the engine: named tensors, never positional lists.
+
+Shape suffixes: R rows (anchors of one block), C columns (everything they are compared with), D embedding size.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Which pairs (row i, column j) of the similarity matrix count.
+
+    The positive of row i is column `i + offset`. With `mask_positives` it is left out of the sums over pairs.
+    With group ids, pairs of one group that are not the positive are left out: several captions of one image
+    are then not each other's negatives.
+    """
+
+    offset: int = 0
+    mask_positives: bool = False
+    row_groups: Tensor | None = None  # (R,) integers
+    col_groups: Tensor | None = None  # (C,) integers
+
+    def __post_init__(self) -> None:
+        if (self.row_groups is None) != (self.col_groups is None):
+            raise ValueError("give row_groups and col_groups together, or neither")
+
+    def transposed(self) -> "Pairs":
+        """The same pairs with rows and columns swapped."""
+        return Pairs(
+            offset=-self.offset,
+            mask_positives=self.mask_positives,
+            row_groups=self.col_groups,
+            col_groups=self.row_groups,
+        )
+
+
+class Statistics(NamedTuple):
+    """Of each anchor, over the pairs that count. An anchor without pairs has log_sum -inf and mean 0."""
+
+    log_sum: Tensor  # (R,) log sum_j exp(scale_i s_ij)
+    mean: Tensor  # (R,) sum_j p_ij s_ij with p_ij = exp(scale_i s_ij - log_sum_i)
+
+
+class Terms(NamedTuple):
+    """How one side's anchors weigh their pairs: exp(scale_i s_ij + log_weight_i).
+
+    Temperature, shift, log-normaliser and weight of an anchor all fold into these two numbers.
+    """
+
+    scale: Tensor  # () or (R,)
+    log_weight: Tensor  # (R,)
+
+
+class Gradients(NamedTuple):
+    rows: Tensor | None  # (R, D) sum_j W_ij cols_j
+    cols: Tensor | None  # (C, D) sum_i W_ij rows_i
+
+
+class Pairwise(NamedTuple):
+    """Of each row, over the pairs that count, with z_ij = scale s_ij + bias."""
+
+    softplus: Tensor  # (R,) sum_j log(1 + exp z_ij)
+    weight: Tensor  # (R,) sum_j sigmoid(z_ij)
+    similarity: Tensor  # (R,) sum_j sigmoid(z_ij) s_ij
+    gradients: Gradients
+
+
+class Implementation(Protocol):
+    """The signature that `reference`, `tiled` and `triton` share; `reference` states what each call equals."""
+
+    def statistics(
+        self, rows: Tensor, cols: Tensor, row_scale: Tensor, col_scale: Tensor | None, *, pairs: Pairs
+    ) -> tuple[Statistics, Statistics | None]: ...
+
+    def gradients(
+        self,
+        rows: Tensor,
+        cols: Tensor,
+        row_terms: Terms | None,
+        col_terms: Terms | None,
+        diagonal: Tensor,
+        *,
+        pairs: Pairs,
+        needs: tuple[bool, bool] = (True, True),
+    ) -> Gradients: ...
+
+    def pairwise(
+        self,
+        rows: Tensor,
+        cols: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        weight: Tensor,
+        diagonal: Tensor,
+        *,
+        pairs: Pairs,
+        needs: tuple[bool, bool] = (True, True),
+    ) -> Pairwise: ...
