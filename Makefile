@@ -1,0 +1,38 @@
+# Each target sets up .venv when it is missing: only Python >= 3.10 and make are needed.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+READY_DEV := .venv/.ready-dev
+
+.PHONY: demo test test-all lint bench clean
+
+demo: $(READY) ## Train on the bundled emoji on CPU, evaluate, write the report
+	$(BIN)/leanclip train --recipe demo --name demo --overwrite
+	$(BIN)/leanclip evaluate logs/demo
+	$(BIN)/leanclip report logs/demo
+
+test: $(READY_DEV) lint ## What CI runs
+	$(BIN)/pytest --cov --cov-report=term:skip-covered -q
+
+test-all: $(READY_DEV) lint ## The same and the long jobs
+	$(BIN)/pytest --cov --cov-report=term:skip-covered -q -m ""
+
+lint: $(READY_DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: $(READY_DEV) ## The benchmarks that a CPU can run; the results go to benchmarks/results
+	$(BIN)/python benchmarks/bench_losses_on_emoji.py
+
+clean: ## Remove the environment, caches and logs
+	rm -rf .venv build dist logs .pytest_cache .ruff_cache .hypothesis .coverage src/*.egg-info
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(READY_DEV): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,72 @@
+"""What all losses have in common: the calls that a training loop makes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leanclip.losses.output import LossOutput
+
+
+class ContrastiveLoss(nn.Module):
+    """A loss over a batch of L2-normalised image and text embeddings. Works inside any training loop."""
+
+    def __init__(self, *, name: str, implementation: str, lr_tau: float | None, follows_schedule: bool) -> None:
+        super().__init__()
+        self.name, self.implementation = name, implementation
+        self.lr_tau, self.follows_schedule = lr_tau, follows_schedule
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        sample_ids: Tensor | None = None,
+        *,
+        text_ids: Tensor | None = None,
+        groups: Tensor | None = None,
+    ) -> LossOutput:
+        raise NotImplementedError
+
+    def temperature(self) -> Tensor:
+        """The current tau, on the device."""
+        raise NotImplementedError
+
+    def set_epoch(self, epoch: float, epochs: int) -> None:
+        """Tell the loss where the run is. Losses with a running estimate move gamma; the others ignore it."""
+
+    def rollback(self) -> None:
+        """Undo the last update of the per-sample state, for a step that is skipped."""
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """For the optimizer: the temperature (and bias) with their own learning rate and no weight decay.
+
+        Without `lr`, the optimizer's own applies. `follows_schedule` says whether it goes along with the model's
+        warm-up and decay.
+        """
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if not parameters:
+            return []
+        group: dict[str, Any] = {
+            "name": "temperature",
+            "params": parameters,
+            "weight_decay": 0.0,
+            "follows_schedule": self.follows_schedule,
+        }
+        return [group | ({} if self.lr_tau is None else {"lr": self.lr_tau})]
+
+
+def same_precision(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+    """Both embeddings in one dtype: autocast's where it is on, as for any product, else the wider of the two."""
+    if image.ndim != 2 or image.shape != text.shape:
+        raise ValueError(f"expected two (batch, dim) tensors of one shape, got {(*image.shape,)} and {(*text.shape,)}")
+    device = image.device.type
+    if torch.is_autocast_enabled(device) and image.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = torch.promote_types(image.dtype, text.dtype)
+    return image.to(dtype), text.to(dtype)
+
+
+def work_dtype(features: Tensor) -> torch.dtype:
+    """What scalars are computed in: float64 for float64 embeddings, else float32."""
+    return torch.float64 if features.dtype == torch.float64 else torch.float32

@@ -1,0 +1,76 @@
+"""The hyper-parameters of the losses: one typed set, of which each loss takes some."""
+
+import difflib
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+GammaSchedule = Literal["constant", "cosine", "auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """None means the default of the chosen loss."""
+
+    tau: float | None = None
+    """Initial temperature (0.07; a fine-tuned checkpoint's own if it has one)."""
+    tau_min: float | None = None
+    """Lower clamp of the temperature (0.01)."""
+    tau_max: float | None = None
+    """Upper clamp of the temperature (1)."""
+    lr_tau: float | None = None
+    """Learning rate of the temperature."""
+    rho: float | None = None
+    """How strongly the temperature is kept from shrinking (isogclr, fastclip-v2, fastclip-v3)."""
+    eps: float | None = None
+    """Added to the running estimate before it divides (1e-14)."""
+    gamma_min: float | None = None
+    """Inner learning rate after its schedule: the weight of a sample's newest batch in its running estimate."""
+    gamma_schedule: GammaSchedule | None = None
+    """How gamma falls from 1."""
+    gamma_decay_epochs: int | None = None
+    """Epochs over which the cosine schedule falls (half of the run)."""
+    gamma_per_step: bool | None = None
+    """Move gamma at every step instead of every epoch."""
+    tau_gradient: Literal["published", "exact"] | None = None
+    """fastclip-v3: the temperature gradient of the published code, or the exact one of the objective."""
+    tau_adam: Literal["published", "visits"] | None = None
+    """isogclr, fastclip-v2: bias correction of the per-sample Adam by epoch (published) or by visits."""
+    tau_betas: tuple[float, float] | None = None
+    """isogclr, fastclip-v2: betas of the per-sample Adam (the model optimizer's)."""
+    tau_adam_eps: float | None = None
+    """isogclr, fastclip-v2: epsilon of the per-sample Adam (the model optimizer's)."""
+    bias: float | None = None
+    """siglip: initial bias (-10)."""
+
+    def __post_init__(self) -> None:
+        positive = ("tau", "tau_min", "tau_max", "eps", "tau_adam_eps")
+        for name in positive:
+            _check(self, name, lambda value: value > 0, "must be positive")
+        for name in ("lr_tau", "rho"):
+            _check(self, name, lambda value: value >= 0, "must not be negative")
+        _check(self, "gamma_min", lambda value: 0 < value <= 1, "must lie in (0, 1]")
+        _check(self, "gamma_decay_epochs", lambda value: value >= 1, "must be at least 1")
+        _check(self, "tau_betas", lambda value: all(0 <= beta < 1 for beta in value), "must lie in [0, 1)")
+        if self.tau_min is not None and self.tau_max is not None and self.tau_min > self.tau_max:
+            raise ValueError(f"tau_min {self.tau_min} is larger than tau_max {self.tau_max}")
+
+    def over(self, defaults: "LossConfig") -> "LossConfig":
+        """This configuration, with what it leaves open taken from `defaults`."""
+        return replace(defaults, **{name: value for name, value in asdict(self).items() if value is not None})
+
+
+def _check(config: LossConfig, name: str, valid: Any, complaint: str) -> None:
+    value = getattr(config, name)
+    if value is not None and not valid(value):
+        raise ValueError(f"{name} is {value}; it {complaint}")
+
+
+HYPER_PARAMETERS = tuple(field.name for field in fields(LossConfig))
+
+
+def check_names(loss: str, given: set[str], valid: tuple[str, ...]) -> None:
+    """An unknown name is an error that lists the valid ones."""
+    for name in sorted(given - set(valid)):
+        near = difflib.get_close_matches(name, valid, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"{loss} has no hyper-parameter {name!r}{hint} It takes: {', '.join(valid)}")

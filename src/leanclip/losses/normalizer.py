@@ -1,0 +1,43 @@
+"""What an anchor's weights are divided by: the batch's own sum, or a running estimate over the data set.
+
+Both work on log g, the log of the mean over the negatives of exp((s_ij - s_ii) / tau_i); linear space would overflow
+float32 at tau = 0.01.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Normalizer(Protocol):
+    def __call__(self, log_g: Tensor, log_u: Tensor | None, *, negatives: int, gamma: float) -> tuple[Tensor, Tensor]:
+        """The log of what g is divided by, and log u to be stored (log g itself where nothing is stored)."""
+        ...
+
+
+def batch(log_g: Tensor, log_u: Tensor | None, *, negatives: int, gamma: float) -> tuple[Tensor, Tensor]:
+    """InfoNCE: (1 + (B-1) g) / (B-1), the softmax's denominator."""
+    log_negatives = math.log(max(negatives, 1))
+    return torch.nn.functional.softplus(log_g + log_negatives) - log_negatives, log_g
+
+
+class RunningEstimate:
+    """eps + u with u <- (1 - gamma) u + gamma g, and u = g on a sample's first visit."""
+
+    def __init__(self, eps: float) -> None:
+        self.log_eps = math.log(eps)
+
+    def __call__(self, log_g: Tensor, log_u: Tensor | None, *, negatives: int, gamma: float) -> tuple[Tensor, Tensor]:
+        assert log_u is not None
+        updated = update_estimate(log_u.to(log_g.dtype), log_g, gamma)
+        return torch.logaddexp(updated, torch.full_like(updated, self.log_eps)), updated
+
+
+def update_estimate(log_u: Tensor, log_g: Tensor, gamma: float) -> Tensor:
+    """log of (1 - gamma) u + gamma g; `log_u` is -inf where the sample was never visited."""
+    if gamma >= 1:
+        return log_g
+    averaged = torch.logaddexp(log_u + math.log1p(-gamma), log_g + math.log(gamma))
+    return torch.where(log_u.isneginf(), log_g, averaged)

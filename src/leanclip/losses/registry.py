@@ -1,0 +1,173 @@
+"""Which loss is which: the names, what each takes, its defaults, and how it is put together."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor
+
+from leanclip.losses import normalizer, objective
+from leanclip.losses.base import ContrastiveLoss
+from leanclip.losses.config import LossConfig, check_names
+from leanclip.losses.gamma import InnerRate
+from leanclip.losses.global_contrastive import SIDES, GlobalContrastiveLoss
+from leanclip.losses.sample_state import SampleState
+from leanclip.losses.sigmoid import SigmoidLoss
+from leanclip.losses.temperature import (
+    Anchors,
+    ConstantTemperature,
+    GlobalTemperature,
+    IndividualTemperature,
+    plain_gradient,
+    robust_gradient,
+)
+
+Rule = ConstantTemperature | GlobalTemperature | IndividualTemperature
+Slope = Callable[[Anchors, Anchors], Tensor]  # of the objective for log(1/tau)
+
+LEARNED = ("tau", "tau_min", "tau_max", "lr_tau")
+RUNNING = ("eps", "gamma_min", "gamma_schedule", "gamma_decay_epochs", "gamma_per_step")
+INDIVIDUAL = (*LEARNED, "rho", "tau_adam", "tau_betas", "tau_adam_eps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One loss of the family: its temperature rule, whether it keeps running estimates, its hyper-parameters."""
+
+    temperature: Literal["constant", "global", "robust", "individual"]
+    running: bool
+    takes: tuple[str, ...]
+    defaults: LossConfig
+
+
+COMMON = LossConfig(tau=0.07, tau_min=0.01, tau_max=1.0)
+ESTIMATE = replace(COMMON, eps=1e-14, gamma_min=0.2, gamma_schedule="cosine", gamma_per_step=False)
+# The constant inner rate of sogclr and isogclr is not published: 0.6 is our choice.
+CONSTANT_GAMMA = replace(ESTIMATE, gamma_schedule="constant", gamma_min=0.6)
+PER_SAMPLE = LossConfig(
+    tau=0.03, lr_tau=0.0133, rho=7.0, tau_adam="published", tau_betas=(0.9, 0.999), tau_adam_eps=1e-8
+)
+
+SPECS = {
+    "infonce": Spec(temperature="global", running=False, takes=LEARNED, defaults=COMMON),
+    "siglip": Spec(
+        temperature="global", running=False, takes=(*LEARNED, "bias"), defaults=replace(COMMON, tau=0.1, bias=-10.0)
+    ),
+    "sogclr": Spec(temperature="constant", running=True, takes=("tau", *RUNNING), defaults=CONSTANT_GAMMA),
+    "isogclr": Spec(
+        temperature="individual", running=True, takes=(*INDIVIDUAL, *RUNNING), defaults=PER_SAMPLE.over(CONSTANT_GAMMA)
+    ),
+    "fastclip-v0": Spec(temperature="global", running=True, takes=(*LEARNED, *RUNNING), defaults=ESTIMATE),
+    "fastclip-v1": Spec(temperature="constant", running=True, takes=("tau", *RUNNING), defaults=ESTIMATE),
+    "fastclip-v2": Spec(
+        temperature="individual", running=True, takes=(*INDIVIDUAL, *RUNNING), defaults=PER_SAMPLE.over(ESTIMATE)
+    ),
+    "fastclip-v3": Spec(
+        temperature="robust",
+        running=True,
+        takes=(*LEARNED, "rho", "tau_gradient", *RUNNING),
+        defaults=replace(ESTIMATE, rho=6.5, lr_tau=2e-4, tau_gradient="published"),
+    ),
+}
+LOSSES = tuple(SPECS)
+
+
+def create_loss(
+    name: str, *, num_samples: int | None = None, implementation: str = "auto", **hyper: Any
+) -> ContrastiveLoss:
+    """A loss by name, for anyone's training loop.
+
+    `num_samples` is the size of the training set, needed by the losses that keep a state per sample. The
+    hyper-parameters are those of `LossConfig`; each loss takes some of them.
+    """
+    spec = spec_of(name)
+    check_names(name, set(hyper), spec.takes)
+    return loss_from_config(name, LossConfig(**hyper), num_samples=num_samples, implementation=implementation)
+
+
+def spec_of(name: str) -> Spec:
+    if name not in SPECS:
+        near = difflib.get_close_matches(name, LOSSES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ";"
+        raise ValueError(f"unknown loss {name!r}{hint} The losses are {', '.join(LOSSES)}")
+    return SPECS[name]
+
+
+def loss_from_config(
+    name: str, config: LossConfig, *, num_samples: int | None = None, implementation: str = "auto"
+) -> ContrastiveLoss:
+    spec = spec_of(name)
+    given = {key for key, value in asdict(config).items() if value is not None}
+    check_names(name, given, spec.takes)
+    hyper = config.over(spec.defaults)
+    if spec.running and num_samples is None:
+        raise ValueError(f"{name} keeps a state per sample: give num_samples, the size of the training set")
+    assert hyper.tau is not None and hyper.tau_min is not None and hyper.tau_max is not None
+    if spec.temperature == "global" and name == "siglip":
+        assert hyper.bias is not None
+        learned = GlobalTemperature(hyper.tau, hyper.tau_min, hyper.tau_max, drops=False)
+        return SigmoidLoss(implementation=implementation, temperature=learned, bias=hyper.bias, lr_tau=hyper.lr_tau)
+    return _contrastive(name, spec, hyper, num_samples, implementation)
+
+
+def _contrastive(
+    name: str, spec: Spec, hyper: LossConfig, num_samples: int | None, implementation: str
+) -> GlobalContrastiveLoss:
+    tables = {f"log_u_{side}": -float("inf") for side in SIDES} if spec.running else {}
+    rule, gradient = _temperature(spec, hyper)
+    if isinstance(rule, IndividualTemperature):
+        assert hyper.tau is not None
+        tables |= {key: value for side in SIDES for key, value in rule.tables(side, hyper.tau).items()}
+    inner_rate = None
+    if spec.running:
+        assert hyper.gamma_schedule is not None
+        inner_rate = InnerRate(
+            schedule=hyper.gamma_schedule,
+            gamma_min=hyper.gamma_min,
+            decay_epochs=hyper.gamma_decay_epochs,
+            per_step=bool(hyper.gamma_per_step),
+        )
+    return GlobalContrastiveLoss(
+        name=name,
+        implementation=implementation,
+        temperature=rule,
+        normalizer=normalizer.RunningEstimate(hyper.eps or 0.0) if spec.running else normalizer.batch,
+        value=_value(spec, hyper),
+        temperature_gradient=gradient,
+        inner_rate=inner_rate,
+        weight_by_tau=spec.temperature == "robust",
+        state=SampleState(num_samples, tables) if spec.running and num_samples is not None else None,
+        lr_tau=hyper.lr_tau,
+        follows_schedule=spec.temperature != "robust",
+    )
+
+
+def _temperature(spec: Spec, hyper: LossConfig) -> tuple[Rule, Slope | None]:
+    assert hyper.tau is not None and hyper.tau_min is not None and hyper.tau_max is not None
+    if spec.temperature == "constant":
+        return ConstantTemperature(hyper.tau), None
+    if spec.temperature == "individual":
+        assert hyper.rho is not None and hyper.lr_tau is not None and hyper.tau_adam is not None
+        assert hyper.tau_betas is not None and hyper.tau_adam_eps is not None
+        return IndividualTemperature(
+            rho=hyper.rho,
+            lr_tau=hyper.lr_tau,
+            tau_min=hyper.tau_min,
+            tau_max=hyper.tau_max,
+            adam=hyper.tau_adam,
+            betas=hyper.tau_betas,
+            eps=hyper.tau_adam_eps,
+        ), None
+    learned = GlobalTemperature(hyper.tau, hyper.tau_min, hyper.tau_max, drops=spec.temperature == "robust")
+    if spec.temperature == "robust":
+        assert hyper.rho is not None and hyper.tau_gradient is not None
+        return learned, partial(robust_gradient, hyper.rho, hyper.tau_gradient)
+    return learned, partial(plain_gradient, 1.0 if spec.running else 0.5)
+
+
+def _value(spec: Spec, hyper: LossConfig) -> Callable[[Anchors, Anchors], Tensor]:
+    if not spec.running:
+        return objective.infonce
+    return objective.gcl if hyper.rho is None else partial(objective.rgcl, hyper.rho)
