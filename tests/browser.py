@@ -5,12 +5,14 @@ and the tests no extra package.
 """
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,6 +35,16 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
+
+# The browser reads commands from descriptor 3 and writes answers to 4. A program of its own puts them there:
+# a function run between fork and exec is not safe in a process with threads.
+LAUNCHER = """
+import os, sys
+reads, writes = int(sys.argv[1]), int(sys.argv[2])
+os.dup2(reads, 3), os.dup2(writes, 4)
+os.close(reads), os.close(writes)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 # Boxes are measured after layout: a chart inside a collapsed or zero-height parent counts as missing.
 PROBE = """
@@ -94,7 +106,11 @@ class DevTools:
                 raise ConnectionError("the browser has ended")
             self.buffer += data
         message, _, self.buffer = self.buffer.partition(b"\0")
-        return json.loads(message)
+        event = json.loads(message)
+        if event.get("method") == "Page.javascriptDialogOpening":
+            # A dialog halts the page until someone answers it.
+            raise RuntimeError(f"the page opened a dialog: {event['params']['message']}")
+        return event
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         self.count += 1
@@ -123,6 +139,15 @@ class DevTools:
         return result["result"].get("value")
 
 
+def high_pipe() -> tuple[int, int]:
+    """A pipe whose ends are clear of descriptors 3 and 4, so that the launcher overwrites neither."""
+    ends = os.pipe()
+    moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
+    for end in ends:
+        os.close(end)
+    return moved[0], moved[1]
+
+
 @contextmanager
 def browser(timeout: float) -> Iterator[DevTools]:
     executable = find_browser()
@@ -130,11 +155,10 @@ def browser(timeout: float) -> Iterator[DevTools]:
         raise FileNotFoundError(f"none of {', '.join(NAMES)} is installed")
     # The browser's children may still write into the profile while it is being removed.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        child_reads, we_write = os.pipe()
-        we_read, child_writes = os.pipe()
+        child_reads, we_write = high_pipe()
+        we_read, child_writes = high_pipe()
         command = [
-            # The protocol wants descriptors 3 and 4; only the shell can place them without a hook in the child.
-            *("sh", "-c", f'exec "$0" "$@" 3<&{child_reads} 4>&{child_writes}'),
+            *(sys.executable, "-ISc", LAUNCHER, str(child_reads), str(child_writes)),
             *(executable, *FLAGS, f"--user-data-dir={profile}", "about:blank"),
         ]
         process = subprocess.Popen(

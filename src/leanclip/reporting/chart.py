@@ -91,7 +91,8 @@ def value_axis(values: Sequence[float], *, from_zero: bool) -> Axis:
 
 def step_axis(values: Sequence[float]) -> Axis:
     """The x axis: exactly as long as the data, with whole-number ticks inside it."""
-    low, high = spread(values)
+    low, high = min(values), max(values)
+    high = high if high > low else low + 1
     step = max(1.0, tick_step(high - low, 5))
     step = step if step.is_integer() else math.ceil(step)
     ticks = tuple(i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1))

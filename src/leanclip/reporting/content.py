@@ -88,7 +88,7 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min"
+    return f"{hours}:{minutes:02d} h"
 
 
 def moment(text: object) -> str:
@@ -229,7 +229,8 @@ def recall_charts(run: RunRecord) -> list[Chart]:
                 )
                 for rank in ranks(chosen, direction)
             ]
-            if series:
+            # One evaluation makes no curve; the table shows it.
+            if series and len(chosen) > 1:
                 chance = Reference(name="chance@10", value=100 * chance_of(chosen[-1].metrics, direction, 10))
                 charts.append(
                     Chart(

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from leanclip.errors import UserError
 from leanclip.reporting import content
 from leanclip.reporting.chart import Chart, draw
-from leanclip.reporting.record import Panel, RunRecord, read_run
+from leanclip.reporting.record import Panel, RunRecord, number, read_run
 
 
 def write_report(run: Path, output: Path | None = None) -> Path:
@@ -31,7 +31,8 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page, encoding="utf-8")
+        # Captions from the web may hold half a surrogate pair, which has no UTF-8 form.
+        temporary.write_text(page, encoding="utf-8", errors="replace")
         temporary.replace(target)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -93,7 +94,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         "Parameters": content.count(info.get("parameters")),
         "Training samples": content.count(info.get("train_samples")),
         "Global batch": content.count(info.get("global_batch")),
-        "Epochs": content.plain(content.number(info.get("epochs"))),
+        "Epochs": content.plain(number(info.get("epochs"))),
         "Started": content.moment(info["started"]) if info.get("started") else "",
     }
     return [(name, text) for name, text in texts.items() if text not in ("", content.DASH)]

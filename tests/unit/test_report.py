@@ -1,0 +1,350 @@
+"""The report of finished, running and odd runs, as text and in a browser."""
+
+import base64
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageDraw
+
+from browser import NAMES, find_browser, inspect_page
+from leanclip.errors import UserError
+from leanclip.reporting import write_report
+from leanclip.reporting.content import duration, key_figures, moment, recall_charts, tables, training_charts
+from leanclip.reporting.record import read_run
+
+needs_browser = pytest.mark.skipif(find_browser() is None, reason=f"none of {', '.join(NAMES)} is installed")
+
+CAPTIONS = (
+    "a red circle on a pale background",
+    "two blue squares side by side",
+    "a green triangle above a line",
+    "a violet ring seen from the side of a very long corridor with many more words than fit on one line",
+    "an orange star",
+    "a grey cloud over a hill",
+)
+COLOURS = ("#b5382c", "#2c5cb5", "#2f8f57", "#7a46a8", "#d9822b", "#7d8791")
+
+
+def picture(number: int) -> str:
+    image = Image.new("RGB", (96, 80 + 8 * (number % 3)), "#efe9dd")
+    ImageDraw.Draw(image).ellipse((20, 15, 75, 70), fill=COLOURS[number % len(COLOURS)])
+    data = io.BytesIO()
+    image.save(data, "JPEG")
+    return base64.b64encode(data.getvalue()).decode()
+
+
+def train_row(step: int, total: int = 2000, **changes: Any) -> dict[str, Any]:
+    warm = min(1.0, step / (0.1 * total))
+    row = {
+        "kind": "train",
+        "step": step,
+        "epoch": step / 40,
+        "samples": 64 * step,
+        "seconds": 0.31 * step,
+        "loss": 4.2 * math.exp(-step / 500) + 0.6 + 0.15 * math.sin(step * 1.7) * math.cos(step * 0.37),
+        "tau": 0.07 - 0.04 * step / total,
+        "lr": 5e-4 * warm * 0.5 * (1 + math.cos(math.pi * step / total)),
+        "samples_per_second": 205 + 12 * math.sin(step * 0.9),
+        "data_wait": 0.03 + 0.01 * math.sin(step * 0.3),
+        "grad_norm": 1.5 + math.exp(-step / 300) * 4 + 0.4 * math.sin(step * 2.3),
+        "gamma": 1 - 0.8 * step / total,
+    }
+    return row | changes
+
+
+def eval_row(step: int, recall: float, **changes: Any) -> dict[str, Any]:
+    metrics: dict[str, Any] = {}
+    for direction, factor in (("image_to_text", 1.0), ("text_to_image", 0.93)):
+        for rank, share in ((1, 0.35), (5, 0.8), (10, 1.0)):
+            metrics[f"{direction}_recall@{rank}"] = recall * share * factor
+    metrics |= {"images": 256, "captions": 256, "chance@1": 1 / 256, "chance@5": 5 / 256, "chance@10": 10 / 256}
+    return {"kind": "eval", "step": step, "epoch": step / 40, "set": "val", "metrics": metrics | changes}
+
+
+def panel(images: int = 6, captions: tuple[str, ...] = CAPTIONS) -> dict[str, Any]:
+    def entry(i: int) -> dict[str, Any]:
+        order = [(i + (0, 1, 3)[i % 3] + j) % len(captions) for j in range(5)]
+        matches = [
+            {"caption": captions[c], "score": 0.41 - 0.06 * rank, "correct": c == i % len(captions)}
+            for rank, c in enumerate(order)
+        ]
+        caption = captions[i % len(captions)]
+        return {"image": picture(i), "media": "image/jpeg", "caption": caption, "matches": matches}
+
+    return {"step": 2000, "set": "val", "images": [entry(i) for i in range(images)]}
+
+
+def write_run(
+    folder: Path,
+    rows: list[dict[str, Any]] | None = None,
+    *,
+    with_panel: dict[str, Any] | None = None,
+    tail: str = "",
+    **info: Any,
+) -> Path:
+    """A run of 2000 steps, or of the given rows; `tail` is put after the last line as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if rows is None:
+        rows = [train_row(step) for step in range(10, 2001, 10)]
+        rows += [eval_row(0, 0.04), eval_row(1000, 0.41), eval_row(1500, 0.63), eval_row(2000, 0.61)]
+    text = "".join(json.dumps(row) + "\n" for row in rows) + tail
+    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+    defaults = {
+        "name": "shapes",
+        "version": "0.1.0",
+        "started": "2025-03-04T09:30:00+00:00",
+        "status": "finished",
+        "model": "ViT-Ti-16",
+        "loss": "global_contrastive",
+        "parameters": 12_400_000,
+        "train_samples": 2560,
+        "global_batch": 64,
+        "steps": 2000,
+        "epochs": 50,
+        "environment": {"python": "3.11.7", "torch": "2.12.1", "device": "cpu"},
+        "notes": ["Drawn shapes: the recalls show that training works, not how good a model is on photographs."],
+    }
+    (folder / "run.json").write_text(json.dumps(defaults | info), encoding="utf-8")
+    (folder / "config.toml").write_text('model = "ViT-Ti-16"\nglobal_batch = 64\nlr = 5e-4\n', encoding="utf-8")
+    if with_panel is not None:
+        (folder / "panel.json").write_text(json.dumps(with_panel), encoding="utf-8")
+    return folder
+
+
+def page(run: Path) -> str:
+    return write_report(run).read_text(encoding="utf-8")
+
+
+def figures(run: Path) -> dict[str, tuple[str, str]]:
+    return {f.name: (f.value, f.detail) for f in key_figures(read_run(run))}
+
+
+def test_finished_run_shows_everything(tmp_path: Path):
+    run = write_run(tmp_path / "run", with_panel=panel())
+    assert write_report(run) == run / "report.html"
+    html = page(run)
+    for text in ("shapes", "ViT-Ti-16", "global_contrastive", "not how good a model is", "before training", "2.12.1"):
+        assert text in html
+    assert html.count("<svg viewBox") == 9, "7 training curves with gamma, 2 recall charts"
+    assert html.count("<img ") == 6
+    assert "http" not in html.replace("http-equiv", ""), "the page must not refer to the network"
+
+
+def test_key_figures_give_the_final_result_the_best_and_chance(tmp_path: Path):
+    found = figures(write_run(tmp_path))
+    assert found["Text-to-image recall@10"] == (
+        "56.7 %",
+        "chance 3.9 % (15×), step 2,000, best 58.6 % at step 1,500",
+    )
+    assert found["Temperature τ"] == ("0.03", "from 0.0698")
+    assert found["Time"] == ("10 min", "step 2,000 of 2,000")
+    assert found["Samples per second"][1] == "median, 3.0 % waiting for data"
+
+
+def test_evaluation_table(tmp_path: Path):
+    rows = [train_row(10), eval_row(0, 0.04), eval_row(10, 0.5, zero_shot=0.25)]
+    (table,) = tables(read_run(write_run(tmp_path, rows)))
+    assert [row.label for row in table.rows] == ["before training", "10"]
+    assert [group.title for group in table.groups] == ["Text to image", "Image to text", "Other"]
+    assert [cell.text for cell in table.rows[1].cells] == [
+        *("16.3 %", "37.2 %", "46.5 %"),
+        *("17.5 %", "40.0 %", "50.0 %"),
+        "0.25",
+    ]
+    assert [cell.best for cell in table.rows[1].cells] == [True] * 6 + [False]
+    assert table.chance == ("0.4 %", "2.0 %", "3.9 %", "0.4 %", "2.0 %", "3.9 %", "")
+
+
+def test_chance_among_images_is_not_claimed_for_more_captions(tmp_path: Path):
+    (table,) = tables(read_run(write_run(tmp_path, [eval_row(5, 0.5, captions=1280)])))
+    assert table.chance == ("0.4 %", "2.0 %", "3.9 %", "", "", "")
+    assert table.size == "256 images, 1,280 captions"
+
+
+def test_every_set_has_its_own_table_and_charts(tmp_path: Path):
+    rows = [eval_row(0, 0.1), eval_row(0, 0.2) | {"set": "photos"}, eval_row(5, 0.3)]
+    run = read_run(write_run(tmp_path, rows))
+    assert [(t.set, len(t.rows)) for t in tables(run)] == [("val", 2), ("photos", 1)]
+    assert len(recall_charts(run)) == 2, "a single evaluation makes no curve"
+
+
+def test_running_run_says_what_is_not_there_yet(tmp_path: Path):
+    run = write_run(tmp_path, [train_row(10), train_row(500)], status="running")
+    html = page(run)
+    assert "No evaluation yet." in html
+    assert "No panel yet" in html
+    assert "25 % of the steps logged" in html
+    assert figures(run)["Text-to-image recall@10"] == ("–", "not evaluated yet")
+
+
+def test_run_with_only_the_evaluation_before_training(tmp_path: Path):
+    html = page(write_run(tmp_path, [eval_row(0, 0.04)], status="running"))
+    assert "No training step logged yet." in html
+
+
+def test_run_without_the_other_files(tmp_path: Path):
+    run = tmp_path / "nameless"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 1, "loss": 2.0}) + "\n")
+    html = page(run)
+    assert "nameless" in html
+    assert "This run has no panel." in html
+    assert "No configuration was saved" in html
+
+
+def test_line_being_written_is_left_for_later(tmp_path: Path):
+    run = read_run(write_run(tmp_path, [train_row(10)], tail='{"kind": "train", "step": 20, "lo'))
+    assert run.steps == [10]
+    assert run.problems == ()
+
+
+def test_broken_line_in_the_middle_is_left_out_and_told(tmp_path: Path):
+    tail = '{"kind": "tr{"kind": "train", "step": 20}\n' + json.dumps(train_row(30)) + "\n"
+    run = write_run(tmp_path, [train_row(10)], tail=tail)
+    assert read_run(run).steps == [10, 30]
+    assert "unreadable lines of metrics.jsonl left out: 1" in page(run)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"step": 1}', '{"step": 1, "images": [{"image": ""}]}'])
+def test_broken_panel_is_left_out_and_told(tmp_path: Path, text: str):
+    run = write_run(tmp_path)
+    (run / "panel.json").write_text(text)
+    assert read_run(run).panel is None
+    assert "panel.json" in page(run)
+
+
+def test_later_line_of_the_same_step_counts(tmp_path: Path):
+    rows = [train_row(10, loss=5.0), train_row(20, loss=4.0), eval_row(20, 0.2)]
+    rows += [train_row(20, loss=3.0), train_row(15, loss=3.5), eval_row(20, 0.6)]
+    run = read_run(write_run(tmp_path, rows))
+    assert run.steps == [10, 15, 20]
+    assert run.column("loss") == [5.0, 3.5, 3.0]
+    assert [e.metrics["image_to_text_recall@10"] for e in run.evaluations] == [0.6]
+
+
+def test_numbers_that_are_not_finite_are_gaps(tmp_path: Path):
+    rows = [train_row(1, loss=2.0), train_row(2, loss=None), train_row(3, loss=math.inf), train_row(4, loss="x")]
+    rows.append(train_row(5, loss=10**400))
+    run = write_run(tmp_path, [*rows, eval_row(4, 0.5, **{"text_to_image_recall@10": None})])
+    loss = read_run(run).column("loss")
+    assert loss[0] == 2.0
+    assert all(math.isnan(value) for value in loss[1:])
+    assert figures(run)["Loss"] == ("2", "last logged loss is not finite")
+    assert figures(run)["Text-to-image recall@10"][0] == "–"
+    assert "nan" not in page(run).lower()
+
+
+def test_unknown_numbers_get_a_curve(tmp_path: Path):
+    run = read_run(write_run(tmp_path, [train_row(1, queue=3, comment="text")]))
+    assert [c.title for c in training_charts(run)][-2:] == ["gamma", "queue"]
+
+
+def test_markup_in_any_text_is_shown_as_text(tmp_path: Path):
+    evil = "<script>alert(1)</script>\"'><img src=x>"
+    rows = [train_row(1) | {evil: 1.0}, eval_row(1, 0.5, **{evil: 0.1}) | {"set": evil}]
+    texts = dict.fromkeys(("name", "status", "model", "loss", "version", "started"), evil)
+    run = write_run(
+        tmp_path,
+        rows,
+        with_panel=panel(captions=(evil, *CAPTIONS)) | {"set": evil},
+        notes=[evil],
+        environment={evil: evil},
+        **texts,
+    )
+    (run / "config.toml").write_text(evil)
+    html = page(run)
+    assert "<script>alert" not in html
+    assert "<img src=x>" not in html
+    assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 15
+
+
+def test_caption_without_utf8_form_does_not_stop_the_report(tmp_path: Path):
+    assert "half ? pair" in page(write_run(tmp_path, with_panel=panel(captions=("half \ud800 pair", *CAPTIONS))))
+
+
+def test_report_is_replaced_and_leaves_nothing_beside_it(tmp_path: Path):
+    run = write_run(tmp_path / "run", [train_row(1)], status="running")
+    target = tmp_path / "pages" / "a.html"
+    assert write_report(run, target) == target
+    write_run(run, with_panel=panel())
+    write_report(run, target)
+    assert "finished" in target.read_text(encoding="utf-8")
+    assert [path.name for path in target.parent.iterdir()] == ["a.html"]
+
+
+def test_errors_name_cause_and_remedy(tmp_path: Path):
+    with pytest.raises(UserError, match=r"no run directory at .*; give the directory"):
+        write_report(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"holds no metrics.jsonl; give"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "tra')
+    with pytest.raises(UserError, match=r"no record yet; try again"):
+        write_report(tmp_path)
+    run = write_run(tmp_path / "run", [train_row(1)])
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UserError, match=r"cannot write the report to .*folder .*; choose") as caught:
+        write_report(run, tmp_path / "folder")
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.glob(".*tmp"))
+
+
+def test_times_read_well():
+    assert [duration(s) for s in (4.2, 90, 3599, 3600, 7380, math.nan)] == [
+        *("4 s", "2 min", "1:00 h", "1:00 h", "2:03 h", "–"),
+    ]
+    assert moment("2025-03-04T09:30:11Z") == "2025-03-04 09:30 UTC"
+    assert moment("yesterday") == "yesterday"
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (390, True)])
+def test_browser_shows_the_report(tmp_path: Path, width: int, dark: bool):
+    captions = ("<img src=x onerror=alert(1)> & <b>bold</b>", *CAPTIONS)
+    report = write_report(write_run(tmp_path / "run", with_panel=panel(captions=captions)))
+    state = inspect_page(report, tmp_path / "page.png", width=width, dark=dark)
+    assert state.console == []
+    assert state.broken == []
+    assert state.images == 6
+    assert len(state.charts) == 9
+    assert all(w > 200 and h > 100 for w, h in state.charts)
+    assert state.width <= width, "the page scrolls sideways"
+    assert captions[0] in state.text
+    assert state.requests == [report.resolve().as_uri()]
+    with Image.open(tmp_path / "page.png") as shot:
+        assert shot.width == width
+        assert len(shot.convert("RGB").getcolors(1 << 24) or ()) > 50, "the picture is blank"
+
+
+@needs_browser
+def test_browser_shows_values_under_the_pointer(tmp_path: Path):
+    report = write_report(write_run(tmp_path / "run"))
+    point = """
+      const svg = document.querySelectorAll("svg[data-chart]")[7];
+      const box = svg.getBoundingClientRect();
+      svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + 0.5 * box.width, clientY: box.top }));
+    """
+    state = inspect_page(report, tmp_path / "page.png", action=point)
+    assert state.console == []
+    assert "step 1,000\nrecall@1  13.3" in state.text
+    assert "\nrecall@5  30.504 %\nrecall@10  38.13 %" in state.text
+
+
+@needs_browser
+def test_browser_check_finds_what_is_wrong(tmp_path: Path):
+    bad = tmp_path / "bad.html"
+    bad.write_text(
+        '<img alt="gone" src="missing.png"><img alt="garbage" src="data:image/png;base64,AAAA">'
+        f'<img alt="sound" src="data:image/jpeg;base64,{picture(0)}">'
+        '<svg data-chart="{}" width="0" height="9"></svg>'
+        "<script>console.warn('careful'); undefinedFunction()</script>"
+    )
+    state = inspect_page(bad, tmp_path / "bad.png")
+    assert state.images == 3
+    assert state.broken == ["gone", "garbage"]
+    assert state.charts == [(0, 9)]
+    assert any("careful" in text for text in state.console)
+    assert any("undefinedFunction is not defined" in text for text in state.console)
