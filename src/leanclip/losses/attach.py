@@ -20,7 +20,14 @@ class AttachGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, image: Tensor, text: Tensor, parameters: Tensor, value: Tensor, slopes: Tensor, pull: Pull, *saved: Tensor
+        ctx: Any,
+        image: Tensor,
+        text: Tensor,
+        parameters: Tensor,
+        value: Tensor,
+        slopes: Tensor,
+        pull: Pull,
+        *saved: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(image, text, slopes, *saved)
         ctx.pull = pull

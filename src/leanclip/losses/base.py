@@ -58,7 +58,9 @@ class ContrastiveLoss(nn.Module):
 def same_precision(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
     """Both embeddings in one dtype: autocast's where it is on, as for any product, else the wider of the two."""
     if image.ndim != 2 or image.shape != text.shape:
-        raise ValueError(f"expected two (batch, dim) tensors of one shape, got {(*image.shape,)} and {(*text.shape,)}")
+        raise ValueError(
+            f"expected two (batch, dim) tensors of one shape, got {(*image.shape,)} and {(*text.shape,)}"
+        )
     device = image.device.type
     if torch.is_autocast_enabled(device) and image.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)

@@ -104,7 +104,15 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             return engine.gradients(i, t, by_image, by_text, diagonal, pairs=pairs, needs=needs)
 
         loss = AttachGradients.apply(
-            image, text, self._parameter(image), value, slopes, pull, *by_image, *by_text, image_diagonal + text_diagonal
+            image,
+            text,
+            self._parameter(image),
+            value,
+            slopes,
+            pull,
+            *by_image,
+            *by_text,
+            image_diagonal + text_diagonal,
         )
         return LossOutput(loss=loss, metrics=self._metrics(anchors, chosen))
 

@@ -57,7 +57,10 @@ SPECS = {
     ),
     "sogclr": Spec(temperature="constant", running=True, takes=("tau", *RUNNING), defaults=CONSTANT_GAMMA),
     "isogclr": Spec(
-        temperature="individual", running=True, takes=(*INDIVIDUAL, *RUNNING), defaults=PER_SAMPLE.over(CONSTANT_GAMMA)
+        temperature="individual",
+        running=True,
+        takes=(*INDIVIDUAL, *RUNNING),
+        defaults=PER_SAMPLE.over(CONSTANT_GAMMA),
     ),
     "fastclip-v0": Spec(temperature="global", running=True, takes=(*LEARNED, *RUNNING), defaults=ESTIMATE),
     "fastclip-v1": Spec(temperature="constant", running=True, takes=("tau", *RUNNING), defaults=ESTIMATE),

@@ -17,7 +17,9 @@ class SigmoidLoss(ContrastiveLoss):
     linear term. The gradients need no normaliser and come with the value in one pass.
     """
 
-    def __init__(self, *, implementation: str, temperature: GlobalTemperature, bias: float, lr_tau: float | None) -> None:
+    def __init__(
+        self, *, implementation: str, temperature: GlobalTemperature, bias: float, lr_tau: float | None
+    ) -> None:
         super().__init__(name="siglip", implementation=implementation, lr_tau=lr_tau, follows_schedule=True)
         self.temperature_rule = temperature
         self.bias = nn.Parameter(torch.tensor(bias))
@@ -46,9 +48,7 @@ class SigmoidLoss(ContrastiveLoss):
             scale, bias = 1 / self.temperature().to(dtype), self.bias.to(dtype)
             positive = (image.to(dtype) * text.to(dtype)).sum(1)
             weight = scale / batch
-            found = engine.pairwise(
-                image, text, scale, bias, weight, -weight.expand(batch), pairs=pairs, needs=needs
-            )
+            found = engine.pairwise(image, text, scale, bias, weight, -weight.expand(batch), pairs=pairs, needs=needs)
             value = (found.softplus - (scale * positive + bias)).sum() / batch
             slopes = torch.stack([
                 scale * (found.similarity - positive).sum(),  # d/dlog(1/tau)
@@ -63,6 +63,4 @@ class SigmoidLoss(ContrastiveLoss):
 
         parameters = torch.stack([self.temperature_rule.log_inv_tau, self.bias])
         loss = AttachGradients.apply(image, text, parameters, value, slopes, pull, *saved)
-        return LossOutput(
-            loss=loss, metrics={"tau": 1 / scale, "bias": self.bias.detach(), "implementation": chosen}
-        )
+        return LossOutput(loss=loss, metrics={"tau": 1 / scale, "bias": self.bias.detach(), "implementation": chosen})

@@ -80,9 +80,7 @@ def plain_gradient(factor: float, image: Anchors, text: Anchors) -> Tensor:
     return -image.tau * factor * (image.slope() + text.slope()).mean()
 
 
-def robust_gradient(
-    rho: float, form: Literal["published", "exact"], image: Anchors, text: Anchors
-) -> Tensor:
+def robust_gradient(rho: float, form: Literal["published", "exact"], image: Anchors, text: Anchors) -> Tensor:
     """fastclip-v3: d/dlog(1/tau) of half the RGCL-g objective. `published` counts the first term twice."""
     tau = image.tau
     slope = tau * (image.slope() + text.slope()).mean()
@@ -116,7 +114,9 @@ class IndividualTemperature(nn.Module):
         names = {f"tau_{side}": tau, f"tau_m_{side}": 0.0, f"tau_v_{side}": 0.0}
         return names | ({f"visits_{side}": 0.0} if self.adam == "visits" else {})
 
-    def update(self, state: SampleState, side: str, ids: Tensor, anchors: Anchors, epoch: int) -> Mapping[str, Tensor]:
+    def update(
+        self, state: SampleState, side: str, ids: Tensor, anchors: Anchors, epoch: int
+    ) -> Mapping[str, Tensor]:
         """The new values of this side's tables for the batch."""
         ratio = (anchors.log_g - anchors.log_norm).exp()
         gradient = (-ratio * anchors.mean_l + anchors.log_norm + self.rho).clamp(-GRADIENT_CLAMP, GRADIENT_CLAMP)

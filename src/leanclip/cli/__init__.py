@@ -1,0 +1,53 @@
+"""The command line: `leanclip COMMAND`."""
+
+import importlib
+import sys
+
+from leanclip.errors import UserError
+
+COMMANDS = {
+    "train": "train a model; without arguments, a small one on the bundled data",
+    "evaluate": "retrieval figures of a run or checkpoint on held-out data",
+    "report": "one HTML file with a run's curves, figures and pictures",
+    "selftest": "check on this machine that the losses compute what they should",
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command. Mistakes of the user end in one line on stderr and exit code 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        sys.exit(_run(arguments))
+    except UserError as error:
+        print(f"leanclip: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("leanclip: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    if arguments[0] == "--version":
+        from leanclip import __version__
+
+        print(__version__)
+        return 0
+    command = arguments[0]
+    if command not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+        raise UserError(f"unknown command {command!r}; {hint}")
+    importlib.import_module(f"leanclip.cli.{command}").run(arguments[1:])
+    return 0
+
+
+def _usage() -> str:
+    lines = ["usage: leanclip COMMAND [options]", "", "Train CLIP models on few GPUs.", ""]
+    lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    lines += ["", "Start here:   leanclip train --recipe demo", "Each command:  leanclip COMMAND --help"]
+    return "\n".join(lines)

@@ -1,0 +1,76 @@
+"""leanclip evaluate: retrieval figures of a trained model."""
+
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from leanclip.cli.parse import Positional, parse
+from leanclip.config import load_toml, override
+from leanclip.data import DataConfig, open_datasets
+from leanclip.errors import UserError
+from leanclip.evaluation import embed, retrieval_metrics
+from leanclip.inference import find_model, load_model
+from leanclip.training import TrainConfig
+
+DESCRIPTION = """Image-to-text and text-to-image recall at 1, 5 and 10 on held-out data.
+
+Example: leanclip evaluate logs/demo
+         leanclip evaluate logs/mine/checkpoints/best --val-data flickr8k-test.tar
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    checkpoint: Annotated[str, Positional]
+    """A run (its last checkpoint) or a checkpoint directory."""
+    val_data: str | None = None
+    """Held-out shards. Default: those of the run."""
+    device: str | None = None
+    """cpu or cuda. Default: a GPU if there is one."""
+    json: str | None = None
+    """Also write the figures to this file."""
+
+
+def run(arguments: list[str]) -> None:
+    command = parse(EvaluateCommand, arguments, command="evaluate", description=DESCRIPTION)
+    directory = find_model(Path(command.checkpoint))
+    config = _data_config(directory, command.val_data)
+    data = open_datasets(config.data, seed=config.run.seed) if command.val_data is None else None
+    subset = open_datasets(DataConfig(train_data=command.val_data), seed=0).train if data is None else data.val
+    if subset is None:
+        raise UserError("the run has no validation data; give --val-data")
+    device = torch.device(command.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model = load_model(directory).to(device)
+    console = Console(soft_wrap=True, highlight=False)
+    with console.status("embedding") if console.is_terminal else contextlib.nullcontext():
+        embedded = embed(model, subset, device=device, autocast=contextlib.nullcontext())
+    metrics = dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text))
+    table = Table(title=f"{directory}: {len(subset)} held-out images, {len(embedded.captions)} captions")
+    for heading in ("direction", "recall@1", "recall@5", "recall@10"):
+        table.add_column(heading, justify="left" if heading == "direction" else "right")
+    for direction in ("image_to_text", "text_to_image"):
+        figures = [f"{metrics[f'{direction}_recall@{k}']:.1%}" for k in (1, 5, 10)]
+        table.add_row(direction.replace("_", "-"), *figures)
+    console.print(table)
+    console.print(f"held-out text-to-image recall@10: {metrics['text_to_image_recall@10']:.1%} "
+                  f"(chance {metrics['chance@10']:.1%})")  # fmt: skip
+    if data is not None and data.note:
+        console.print(data.note)
+    if command.json is not None:
+        Path(command.json).write_text(json.dumps(metrics, indent=1))
+
+
+def _data_config(directory: Path, val_data: str | None) -> TrainConfig:
+    """The configuration of the run that the checkpoint belongs to."""
+    for parent in directory.resolve().parents:
+        if (parent / "config.toml").is_file():
+            return override(TrainConfig(), load_toml(parent / "config.toml"), str(parent / "config.toml"))
+    if val_data is None:
+        raise UserError(f"{directory} belongs to no run; give --val-data")
+    return TrainConfig()

@@ -1,0 +1,56 @@
+"""Typed command lines from dataclasses. The only module that imports tyro.
+
+tyro, because it reads the types, defaults and docstrings that the dataclasses have anyway, flattens nested ones, and
+takes a dataclass as the defaults, which is how a recipe or file comes before the flags.
+"""
+
+import contextlib
+import io
+import re
+from typing import TypeVar
+
+import tyro
+
+from leanclip.errors import UserError
+
+T = TypeVar("T")
+Positional = tyro.conf.Positional
+
+
+def parse(kind: type[T], arguments: list[str], *, command: str, description: str, default: T | None = None) -> T:
+    """Build `kind` from flags over `default`. Every mistake becomes a one-line UserError."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                kind,
+                args=arguments,
+                prog=f"leanclip {command}",
+                description=description,
+                **({} if default is None else {"default": default}),
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UserError(f"{one_line(complaint.getvalue())} (leanclip {command} --help lists the flags)") from None
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def one_line(boxed: str) -> str:
+    """tyro's boxed complaint as a sentence: the first paragraph, and its nearest flag."""
+    lines = [line.strip("│╭╮╰╯─ \t") for line in boxed.splitlines()]
+    text = [line for line in lines[1:] if line]
+    if "Perhaps you meant:" in text:
+        at = text.index("Perhaps you meant:")
+        nearest = text[at + 1].split()[0] if at + 1 < len(text) else ""
+        return f"{' '.join(text[:at])}; did you mean {nearest}?"
+    end = next(
+        (i for i, line in enumerate(text) if line.startswith(("Argument helptext", "For full helptext"))), None
+    )
+    sentence = " ".join(text[:end])
+    return (
+        re.sub(r"\s*Got errors:.*?(could not convert|invalid|input length|does not)", r" \1", sentence)
+        or boxed.strip()
+    )

@@ -1,0 +1,93 @@
+"""leanclip train: from the command line to the training loop."""
+
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from leanclip import __version__
+from leanclip.cli.parse import parse
+from leanclip.config import load_toml, override, save_toml
+from leanclip.recipes import load_recipe
+from leanclip.training import RunDirectory, TrainConfig, describe, set_up, train
+from leanclip.training.preview import preview
+
+DESCRIPTION = """Train a CLIP model.
+
+A run is a recipe, a TOML file, flags, or any mix; flags win. Without --train-data it trains on the bundled emoji.
+The directory LOGS/NAME gets config.toml (give it back with --config to repeat the run), metrics.jsonl, TensorBoard
+files and checkpoints that open_clip loads.
+
+  leanclip train --recipe demo
+  leanclip train --train-data 'shards/{00000..00331}.tar' --val-data val.tar --model ViT-B-32 --global-batch-size 1024
+  leanclip train --config logs/RUN/config.toml --name again
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    recipe: str | None = None
+    """Start from a recipe: its values come first. `--recipe list` shows them."""
+    config: str | None = None
+    """Start from a TOML file, such as a run's config.toml; it overrides the recipe."""
+    dry_run: bool = False
+    """Say what would happen, write a picture of one augmented batch, and stop."""
+    settings: TrainConfig = field(default_factory=TrainConfig)
+
+
+def run(arguments: list[str]) -> None:
+    command = parse_command(arguments)
+    if command.recipe == "list":
+        from leanclip.recipes import list_recipes
+
+        for name, summary in list_recipes():
+            print(f"{name:<24} {summary}")
+        return
+    console = Console(soft_wrap=True, highlight=False)
+    job = set_up(command.settings)
+    assert job.config.run.name is not None
+    directory = RunDirectory(Path(job.config.run.logs) / job.config.run.name)
+    if command.dry_run:
+        preview(job, directory, console)
+        return
+    directory.prepare(overwrite=job.config.run.overwrite, resuming=job.resume_from is not None)
+    save_toml(repeatable(job.config), directory.config)
+    directory.describe(**describe(job, __version__))
+    if job.data.note:
+        console.print(job.data.note)
+    last = train(job, directory, console)
+    console.print(f"checkpoint: {last}", f"report:     leanclip report {directory.path}", sep="\n")
+
+
+def parse_command(arguments: list[str]) -> TrainCommand:
+    """Recipe, then TOML file, then flags."""
+    chosen = {name: _value_of(name, arguments) for name in ("recipe", "config")}
+    settings = TrainConfig()
+    if chosen["recipe"] not in (None, "list"):
+        settings = override(settings, load_recipe(str(chosen["recipe"])), f"recipe {chosen['recipe']}")
+    if chosen["config"] is not None:
+        settings = override(settings, load_toml(Path(chosen["config"])), chosen["config"])
+    if "--batch-size" in " ".join(arguments) and settings.data.global_batch_size is not None:
+        settings = replace(settings, data=replace(settings.data, global_batch_size=None))
+    default = TrainCommand(recipe=chosen["recipe"], config=chosen["config"], settings=settings)
+    return parse(TrainCommand, arguments, command="train", description=DESCRIPTION, default=default)
+
+
+def repeatable(config: TrainConfig) -> TrainConfig:
+    """What is saved: everything that decides the run, without what only said how it was started."""
+    return replace(config, run=replace(config.run, resume=None, overwrite=False, device=None))
+
+
+def _value_of(flag: str, arguments: list[str]) -> str | None:
+    """The value of a flag that must be known before the others can be parsed."""
+    for position, argument in enumerate(arguments):
+        if argument == f"--{flag}" and position + 1 < len(arguments):
+            return arguments[position + 1]
+        if argument.startswith(f"--{flag}="):
+            return argument.partition("=")[2]
+    return None
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

@@ -1,0 +1,18 @@
+"""The data: indexed shards, stable ids, batches that are a pure function of (seed, epoch, step)."""
+
+from leanclip.data.batch import Batch
+from leanclip.data.config import DataConfig
+from leanclip.data.datasets import Datasets, Subset, open_datasets
+from leanclip.data.loader import TrainingLoader, evaluation_images
+from leanclip.data.shards import Shards
+
+__all__ = [
+    "Batch",
+    "DataConfig",
+    "Datasets",
+    "Shards",
+    "Subset",
+    "TrainingLoader",
+    "evaluation_images",
+    "open_datasets",
+]

@@ -1,0 +1,108 @@
+"""Batches for training and for evaluation."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from leanclip.data.batch import Batch
+from leanclip.data.decode import decode_image, training_sample
+from leanclip.data.order import epoch_batches
+from leanclip.data.shards import Shards
+from leanclip.errors import UserError
+
+
+class TrainingLoader:
+    """The training batches of each epoch. Where it stands is (epoch, step), and going there reads nothing."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        ids: Sequence[int] | np.ndarray,
+        *,
+        batch: int,
+        transform: Callable[..., Tensor],
+        tokenizer: Callable[..., Tensor],
+        seed: int,
+        workers: int,
+        pin_memory: bool,
+    ) -> None:
+        self.ids = np.asarray(ids, dtype=np.int64)
+        if len(self.ids) < batch:
+            raise UserError(
+                f"{len(self.ids)} training samples do not fill one batch of {batch}; give a smaller --batch-size"
+            )
+        self.batch, self.seed = batch, seed
+        self._steps = _Steps()
+        self._loader = DataLoader(
+            _Augmented(shards, transform, tokenizer, seed),
+            batch_sampler=self._steps,
+            num_workers=workers,
+            collate_fn=_collate,
+            pin_memory=pin_memory,
+            persistent_workers=workers > 0,
+            prefetch_factor=4 if workers else None,
+        )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.ids) // self.batch
+
+    def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from step `start` on."""
+        batches = epoch_batches(self.ids, self.batch, seed=self.seed, epoch=epoch)
+        self._steps.wanted = [[(epoch, int(i)) for i in ids] for step, ids in enumerate(batches) if step >= start]
+        yield from self._loader
+
+
+class _Steps(Sampler):
+    """The index lists of the current epoch; set anew for each, so that the workers live on."""
+
+    def __init__(self) -> None:
+        self.wanted: list[list[tuple[int, int]]] = []
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(self.wanted)
+
+    def __len__(self) -> int:
+        return len(self.wanted)
+
+
+class _Augmented(Dataset):
+    def __init__(
+        self, shards: Shards, transform: Callable[..., Tensor], tokenizer: Callable[..., Tensor], seed: int
+    ) -> None:
+        self.shards, self.transform, self.tokenizer, self.seed = shards, transform, tokenizer, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor, int]:
+        epoch, index = key
+        image, tokens = training_sample(
+            self.shards, index, self.transform, self.tokenizer, seed=self.seed, epoch=epoch
+        )
+        return image, tokens, index
+
+
+def _collate(samples: list[tuple[Tensor, Tensor, int]]) -> Batch:
+    images, tokens, ids = zip(*samples, strict=True)
+    return Batch(images=torch.stack(images), tokens=torch.stack(tokens), sample_ids=torch.tensor(ids))
+
+
+class _Images(Dataset):
+    def __init__(self, shards: Shards, ids: np.ndarray, transform: Callable[..., Tensor]) -> None:
+        self.shards, self.ids, self.transform = shards, ids, transform
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.transform(decode_image(self.shards, int(self.ids[index])))
+
+
+def evaluation_images(
+    shards: Shards, ids: np.ndarray, transform: Callable[..., Tensor], *, batch: int, workers: int
+) -> Iterator[Tensor]:
+    """The images in order, preprocessed as at inference."""
+    loader = DataLoader(_Images(shards, ids, transform), batch_size=batch, num_workers=workers)
+    yield from loader

@@ -1,0 +1,7 @@
+"""How good is a model: retrieval, and pictures of it."""
+
+from leanclip.evaluation.embed import Embedded, embed
+from leanclip.evaluation.panel import retrieval_panel
+from leanclip.evaluation.retrieval import retrieval_metrics
+
+__all__ = ["Embedded", "embed", "retrieval_metrics", "retrieval_panel"]

@@ -1,0 +1,188 @@
+"""open_clip's models behind a small interface. The only module that imports open_clip."""
+
+import difflib
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from torch import Tensor, nn
+
+from leanclip.errors import UserError
+from leanclip.models.config import ModelConfig
+
+WEIGHTS_FILE = "open_clip_model.safetensors"  # the two names that open_clip looks for in a `local-dir:`
+CONFIG_FILE = "open_clip_config.json"
+PREPROCESS_FIELDS = {field.name for field in fields(PreprocessCfg)}
+
+for _path in sorted((Path(__file__).parent / "configs").glob("*.json")):
+    open_clip.add_model_config(_path)
+
+
+class TwoTower(nn.Module):
+    """An image tower and a text tower that map to unit vectors of one space, with what feeds them.
+
+    The temperature belongs to the loss: the open_clip model's own `logit_scale` and `logit_bias` are frozen, and
+    filled in by `weights` on saving.
+    """
+
+    def __init__(self, clip: nn.Module, name: str, config: dict[str, Any], tokenizer: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.clip = clip
+        self.name, self.config, self.tokenizer = name, config, tokenizer
+        self.preprocess = PreprocessCfg(**clip.visual.preprocess_cfg)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        for parameter in (clip.logit_scale, clip.logit_bias):
+            if isinstance(parameter, nn.Parameter):
+                parameter.requires_grad_(False)
+
+    def forward(self, images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.encode_image(images), self.encode_text(tokens)
+
+    def encode_image(self, images: Tensor) -> Tensor:
+        return self.clip.encode_image(images, normalize=True)  # pyright: ignore[reportCallIssue]
+
+    def encode_text(self, tokens: Tensor) -> Tensor:
+        return self.clip.encode_text(tokens, normalize=True)  # pyright: ignore[reportCallIssue]
+
+    def transform(self, *, train: bool, scale: tuple[float, float] | None = None) -> Callable[..., Tensor]:
+        """open_clip's image transform: random crops for training, a centre crop for evaluation."""
+        return image_transform_v2(
+            self.preprocess, is_train=train, aug_cfg={"scale": scale} if scale and train else None
+        )
+
+    def decode(self, tokens: Tensor) -> str:
+        """The text of one row of tokens, without start, end and padding."""
+        inner = getattr(self.tokenizer, "tokenizer", None)  # transformers' own, in open_clip's wrapper
+        if inner is not None:
+            return inner.decode(tokens, skip_special_tokens=True)
+        special = {*getattr(self.tokenizer, "all_special_ids", ()), 0}
+        return self.tokenizer.decode([t for t in tokens.tolist() if t not in special]).strip()  # pyright: ignore[reportFunctionMemberAccess]
+
+    def lock_image(self) -> None:
+        """Freeze the image tower, batch-norm statistics included."""
+        self.clip.lock_image_tower(freeze_bn_stats=True)  # pyright: ignore[reportCallIssue]
+
+    def lock_text(self) -> None:
+        self.clip.lock_text_tower()  # pyright: ignore[reportCallIssue]
+
+    def temperature(self) -> float:
+        return math.exp(-float(self.clip.logit_scale.detach().reshape(())))  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    def bias(self) -> float | None:
+        bias = self.clip.logit_bias
+        return float(bias.detach().reshape(())) if isinstance(bias, Tensor) else None
+
+    def weights(self, tau: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+        """The open_clip state dict with the loss's temperature and bias in it."""
+        weights = {name: value.detach().contiguous() for name, value in self.clip.state_dict().items()}
+        weights["logit_scale"] = tau.detach().log().neg().to(weights["logit_scale"]).expand_as(weights["logit_scale"])
+        if "logit_bias" in weights:
+            value = torch.zeros(()) if bias is None else bias.detach()
+            weights["logit_bias"] = value.to(weights["logit_bias"]).expand_as(weights["logit_bias"])
+        return {name: value.clone() if name.startswith("logit_") else value for name, value in weights.items()}
+
+    def open_clip_config(self) -> dict[str, Any]:
+        """What open_clip's `local-dir:` reads beside the weights."""
+        return {"model_cfg": self.config, "preprocess_cfg": asdict(self.preprocess)}
+
+
+def create_model(config: ModelConfig, *, siglip: bool = False) -> TwoTower:
+    """Build the model on the CPU. For siglip it starts at tau 0.1 and bias -10, as open_clip's does."""
+    assert config.model is not None
+    name, model_config = model_config_of(config.model)
+    if siglip:
+        model_config = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} | model_config
+    if config.force_image_size is not None:
+        model_config["vision_cfg"]["image_size"] = config.force_image_size
+    weights, preprocess = _pretrained(config)
+    return _build(name, model_config, weights, preprocess)
+
+
+def load_model(directory: Path) -> TwoTower:
+    """The model saved in a checkpoint directory."""
+    saved = json.loads((directory / CONFIG_FILE).read_text())
+    return _build(str(directory), saved["model_cfg"], directory / WEIGHTS_FILE, saved["preprocess_cfg"])
+
+
+def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
+    """The name and open_clip config of a model given by name or by config file."""
+    if model.endswith(".json"):
+        path = Path(model)
+        if not path.is_file():
+            raise UserError(f"no such model config file: {path}")
+        config = json.loads(path.read_text())
+        config = config.get("model_cfg", config)
+        if missing := {"embed_dim", "vision_cfg", "text_cfg"} - set(config):
+            raise UserError(f"{path} is no open_clip model config: it lacks {', '.join(sorted(missing))}")
+        return path.stem, config
+    config = open_clip.get_model_config(model)
+    if config is None:
+        near = difflib.get_close_matches(model, open_clip.list_models(), n=3, cutoff=0.4)
+        raise UserError(f"unknown model {model!r}; nearest: {', '.join(near)} (or give the path of a config .json)")
+    return model, config
+
+
+def _pretrained(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
+    """The weights file to start from, and the preprocessing it was trained with where open_clip knows it."""
+    if config.pretrained is None:
+        return None, {}
+    path = Path(config.pretrained)
+    if path.is_dir():
+        for candidate in (path / WEIGHTS_FILE, path / "checkpoints" / "last" / WEIGHTS_FILE):
+            if candidate.is_file():
+                return candidate, {}
+        raise UserError(f"no weights in {path}: expected {WEIGHTS_FILE} there or in its checkpoints/last")
+    if path.is_file():
+        return path, {}
+    assert config.model is not None
+    tags = open_clip.list_pretrained_tags_by_model(config.model)
+    if config.pretrained not in tags:
+        near = difflib.get_close_matches(config.pretrained, tags, n=3) or tags[:3]
+        raise UserError(
+            f"--pretrained {config.pretrained}: no such file, and no open_clip tag of {config.model}"
+            + (f" (nearest: {', '.join(near)})" if near else " (it has none)")
+        )
+    tag = open_clip.get_pretrained_cfg(config.model, config.pretrained)
+    try:
+        downloaded = Path(open_clip.download_pretrained(tag))
+    except Exception as error:  # whatever the hub client raises: the remedy is the same
+        raise UserError(
+            f"could not download {config.model} {config.pretrained} ({type(error).__name__}); "
+            "fetch the weights by hand and give the file to --pretrained"
+        ) from error
+    return downloaded, {key: value for key, value in tag.items() if key in PREPROCESS_FIELDS}
+
+
+def _build(name: str, config: dict[str, Any], weights: Path | None, preprocess: dict[str, Any]) -> TwoTower:
+    """open_clip finds architectures by registered name only, so the config is registered for the moment."""
+    registered = "leanclip-current"
+    open_clip.factory._MODEL_CONFIGS[registered] = config
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)  # open_clip reports its progress on the root logger
+    try:
+        clip = open_clip.create_model(registered, force_preprocess_cfg=preprocess, pretrained_text=False)
+        tokenizer = open_clip.get_tokenizer(registered)
+    finally:
+        root.setLevel(level)
+        del open_clip.factory._MODEL_CONFIGS[registered]
+    if weights is not None:
+        _load_weights(clip, weights, name)
+    return TwoTower(clip, name, config, tokenizer)
+
+
+def _load_weights(clip: nn.Module, path: Path, name: str) -> None:
+    try:
+        open_clip.load_checkpoint(clip, str(path), weights_only=True)
+    except (RuntimeError, KeyError, AttributeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()
+        detail = next(
+            (line.strip() for line in reason[1:] if line.strip()), reason[0] if reason else type(error).__name__
+        )
+        raise UserError(f"{path} does not hold weights of {name} ({detail[:160]}); give its own --model") from error

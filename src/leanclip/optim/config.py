@@ -1,0 +1,37 @@
+"""The optimizer's part of the configuration."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimizer"""
+
+    opt: str = "adamw"
+    """adamw, lamb, lion, sgdm, or any other name of timm's optimizer factory."""
+    lr: float | None = None
+    """Peak learning rate. Default: a rule in the batch size (docs/algorithm.md)."""
+    lr_floor: float = 0.0
+    """The cosine schedule ends here."""
+    wd: float | None = None
+    """Weight decay, of matrices only. Default: 0.1."""
+    beta1: float | None = None
+    """Default: by model, 0.9."""
+    beta2: float | None = None
+    """Default: by model, 0.98 for ViTs and 0.999 for ResNets."""
+    eps_opt: float | None = None
+    """The optimizer's epsilon. Default: by model, 1e-6 for ViTs and 1e-8 for ResNets."""
+    momentum: float = 0.9
+    """Momentum of sgdm."""
+    warmup: int | None = None
+    """Steps of linear warm-up. Default: a tenth of the run, at most 10,000."""
+    grad_clip_norm: float | None = None
+    """Scale gradients down to this norm."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "grad_clip_norm"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}; it must be positive")
+        if self.warmup is not None and self.warmup < 0:
+            raise ValueError(f"warmup is {self.warmup}; it must be 0 or more steps")

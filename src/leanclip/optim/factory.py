@@ -1,0 +1,47 @@
+"""Optimizers by name, with the parameter groups that CLIP training uses."""
+
+import difflib
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2, list_optimizers  # pyright: ignore[reportPrivateImportUsage]
+from torch import nn
+from torch.optim import Optimizer
+
+from leanclip.errors import UserError
+from leanclip.optim.config import OptimConfig
+
+TIMM_NAMES = {"sgdm": "momentum"}  # timm's plain "sgd" has Nesterov momentum on
+
+
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; gains, biases and other vectors do not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"name": "matrices", "params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"name": "vectors", "params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def create_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
+    """The optimizer of a resolved configuration. Each group remembers its peak learning rate for the schedule."""
+    assert config.lr is not None and config.wd is not None
+    assert config.beta1 is not None and config.beta2 is not None and config.eps_opt is not None
+    groups = [group | {"lr": group.get("lr", config.lr)} for group in groups]
+    groups = [group | {"peak_lr": group["lr"]} for group in groups]
+    if config.opt == "adamw":
+        on_cuda = all(p.is_cuda for group in groups for p in group["params"])
+        return torch.optim.AdamW(
+            groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps_opt, fused=on_cuda or None
+        )
+    name = TIMM_NAMES.get(config.opt, config.opt)
+    known = list_optimizers()
+    if name not in known:
+        choices = ["adamw", "lamb", "lion", "sgdm", *known]
+        near = difflib.get_close_matches(config.opt, choices, n=3) or choices[:4]
+        raise UserError(f"unknown optimizer {config.opt!r}; nearest: {', '.join(near)}")
+    extra: dict[str, Any] = {"momentum": config.momentum}
+    if "sgd" not in name and name != "momentum":
+        extra = {"betas": (config.beta1, config.beta2), "eps": config.eps_opt}
+    return create_optimizer_v2(groups, opt=name, lr=config.lr, weight_decay=config.wd, **extra)  # pyright: ignore[reportArgumentType]

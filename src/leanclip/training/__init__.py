@@ -1,0 +1,8 @@
+"""A training run: configuration, set-up, step, loop, checkpoints, metrics."""
+
+from leanclip.training.config import RunConfig, TrainConfig
+from leanclip.training.loop import describe, train
+from leanclip.training.run_directory import RunDirectory
+from leanclip.training.setup import Job, resolve, set_up
+
+__all__ = ["Job", "RunConfig", "RunDirectory", "TrainConfig", "describe", "resolve", "set_up", "train"]

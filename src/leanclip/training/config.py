@@ -1,0 +1,68 @@
+"""A training run's configuration: the run's own part, and the tree of all parts."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from leanclip.data import DataConfig
+from leanclip.losses import LossConfig
+from leanclip.models import ModelConfig
+from leanclip.optim import OptimConfig
+
+Precision = Literal["amp_bf16", "amp_bfloat16", "fp32", "fp64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Run"""
+
+    name: str | None = None
+    """Name of the run: its directory under --logs. Default: made of time, model and loss."""
+    logs: str = "logs"
+    """Where runs are kept."""
+    epochs: int = 32
+    """Passes over the training data."""
+    max_steps: int | None = None
+    """Stop after this many steps, whatever --epochs says. The schedules end there too."""
+    loss: str = "fastclip-v3"
+    """infonce, siglip, sogclr, isogclr, fastclip-v0, fastclip-v1, fastclip-v2 or fastclip-v3."""
+    implementation: Literal["auto", "reference", "tiled", "triton"] = "auto"
+    """Who computes the loss; auto takes the fastest."""
+    precision: Precision | None = None
+    """amp_bf16: bf16 autocast. Default: amp_bf16 on a GPU, fp32 without one."""
+    device: str | None = None
+    """cpu, cuda or cuda:1. Default: a GPU if there is one."""
+    seed: int = 0
+    """Of everything random: initial weights, order, captions, augmentation."""
+    log_every: int = 10
+    """Steps between log lines."""
+    eval_every: int | None = None
+    """Steps between evaluations; 0 evaluates only before and after. Default: a tenth of the run."""
+    save_every: int | None = None
+    """Steps between checkpoints. Default: one at the end."""
+    best_metric: str = "text_to_image_recall@10"
+    """The checkpoint with the highest value of this is kept as checkpoints/best."""
+    resume: str | None = None
+    """Go on from a checkpoint: a run, one of its checkpoints, or `latest` for this run's own."""
+    overwrite: bool = False
+    """Replace a run of the same name."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "max_steps", "log_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.eval_every is not None and self.eval_every < 0:
+            raise ValueError(f"eval_every is {self.eval_every}; it must be 0 or more")
+        if self.resume is not None and self.overwrite:
+            raise ValueError("--resume goes on with a run, --overwrite replaces it; give one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides a run. Field names are unique over the tree: they are the flags and the TOML keys."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: LossConfig = field(default_factory=LossConfig)

@@ -1,0 +1,112 @@
+"""What the user left open: rules through the published settings, and defaults by model and device."""
+
+import itertools
+import math
+from dataclasses import replace
+from datetime import datetime
+from typing import NamedTuple
+
+import torch
+
+from leanclip.errors import UserError
+from leanclip.losses import LossConfig
+from leanclip.losses.registry import spec_of
+from leanclip.training.config import TrainConfig
+
+
+class Published(NamedTuple):
+    """One of FastCLIP's published settings, for fastclip-v3."""
+
+    samples: int
+    lr: float
+    lr_tau: float
+    rho: float
+    gamma_min: float
+    decay_share: float  # of the epochs over which gamma falls
+
+
+PUBLISHED = (
+    Published(2_723_840, 1e-3, 2e-4, 6.5, 0.2, 18 / 37),  # CC3M, RN50, batch 1,024
+    Published(9_187_328, 4e-4, 1e-4, 8.5, 0.2, 16 / 33),  # CC12M, ViT-B-32, batch 2,048
+    Published(315_658_316, 2e-4, 5e-5, 16.0, 0.8, 10 / 30),  # LAION400M, ViT-B-16, batch 5,120
+)
+
+
+def interpolated(samples: int) -> Published:
+    """Between the published points linearly in log n (rates: in their logarithm too); beyond them the nearest."""
+    points = PUBLISHED
+    if samples <= points[0].samples:
+        return points[0]
+    for low, high in itertools.pairwise(points):
+        if samples <= high.samples:
+            share = math.log(samples / low.samples) / math.log(high.samples / low.samples)
+            return Published(
+                samples,
+                low.lr * (high.lr / low.lr) ** share,
+                low.lr_tau * (high.lr_tau / low.lr_tau) ** share,
+                low.rho + share * (high.rho - low.rho),
+                low.gamma_min + share * (high.gamma_min - low.gamma_min),
+                low.decay_share + share * (high.decay_share - low.decay_share),
+            )
+    return points[-1]
+
+
+def fill(config: TrainConfig, *, samples: int) -> TrainConfig:
+    """The configuration with every open value decided, for a training set of this size."""
+    model_name = config.model.model or ("leanclip-tiny" if config.data.train_data is None else "ViT-B-32")
+    batch = config.data.global_batch_size or config.data.batch_size or 128
+    run = config.run
+    steps = total_steps(config, samples=samples, batch=batch)
+    device = run.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    run = replace(
+        run,
+        device=device,
+        precision=run.precision or ("amp_bf16" if device.startswith("cuda") else "fp32"),
+        name=run.name or f"{datetime.now():%Y%m%d-%H%M%S}-{model_name.replace('/', '-')}-{run.loss}",
+        eval_every=max(1, steps // 10) if run.eval_every is None else run.eval_every,
+    )
+    rule = interpolated(samples)
+    resnet = model_name.startswith("RN")
+    optim = replace(
+        config.optim,
+        lr=config.optim.lr or rule.lr,
+        wd=0.1 if config.optim.wd is None else config.optim.wd,
+        beta1=0.9 if config.optim.beta1 is None else config.optim.beta1,
+        beta2=(0.999 if resnet else 0.98) if config.optim.beta2 is None else config.optim.beta2,
+        eps_opt=config.optim.eps_opt or (1e-8 if resnet else 1e-6),
+        warmup=min(10_000, steps // 10) if config.optim.warmup is None else config.optim.warmup,
+    )
+    assert optim.warmup is not None
+    if optim.warmup >= steps:
+        raise UserError(f"--warmup {optim.warmup} is not shorter than the run of {steps} steps; lower it")
+    return replace(
+        config,
+        model=replace(config.model, model=model_name),
+        data=replace(config.data, global_batch_size=batch, batch_size=None),
+        run=run,
+        optim=optim,
+        loss=_fill_loss(config, rule),
+    )
+
+
+def total_steps(config: TrainConfig, *, samples: int, batch: int) -> int:
+    if samples < batch:
+        raise UserError(f"{samples} training samples do not fill one batch of {batch}; give a smaller --batch-size")
+    steps = config.run.epochs * (samples // batch)
+    return min(steps, config.run.max_steps or steps)
+
+
+def _fill_loss(config: TrainConfig, rule: Published) -> LossConfig:
+    """What nobody gave: the rule's values where it has any for this loss, else the loss's own defaults."""
+    spec = spec_of(config.run.loss)
+    ruled = LossConfig(
+        gamma_min=rule.gamma_min,
+        gamma_decay_epochs=max(1, round(rule.decay_share * config.run.epochs)),
+        rho=rule.rho,
+        lr_tau=rule.lr_tau,
+    )
+    wanted = {"fastclip-v3": ("rho", "lr_tau")}.get(config.run.loss, ())
+    cosine = spec.defaults.gamma_schedule == "cosine" and config.loss.gamma_schedule in (None, "cosine")
+    names = (*wanted, *(("gamma_min", "gamma_decay_epochs") if cosine else ()))
+    chosen = LossConfig(**{name: getattr(ruled, name) for name in names})
+    return config.loss.over(chosen.over(spec.defaults))

@@ -1,0 +1,190 @@
+"""The training loop: batches in, steps taken, numbers out."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from leanclip.data import Batch
+from leanclip.evaluation import embed, retrieval_metrics, retrieval_panel
+from leanclip.optim import learning_rate, set_learning_rate
+from leanclip.training.checkpoint import Position, load_checkpoint, save_checkpoint, save_model
+from leanclip.training.metrics import MetricsLog, to_host
+from leanclip.training.progress import TrainingProgress
+from leanclip.training.run_directory import RunDirectory, environment, write_atomically
+from leanclip.training.setup import Job
+from leanclip.training.step import StepResult, training_step
+
+
+@dataclass
+class _Clock:
+    """Time of the run and of its current stretch between two log lines."""
+
+    started: float
+    before: float = 0.0  # seconds of the run before it was resumed
+    waited: float = 0.0
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        self.mark = time.perf_counter()
+
+    def total(self) -> float:
+        return self.before + time.perf_counter() - self.started
+
+    def lap(self) -> tuple[float, float]:
+        """Samples per second and the share of time spent waiting for data since the last lap."""
+        now = time.perf_counter()
+        elapsed = max(now - self.mark, 1e-9)
+        rate, wait = self.samples / elapsed, self.waited / elapsed
+        self.mark, self.waited, self.samples = now, 0.0, 0
+        return rate, min(wait, 1.0)
+
+
+def train(job: Job, directory: RunDirectory, console: Console | None = None) -> Path:
+    """Run a job to its end. Returns the last checkpoint."""
+    position = Position(step=0, epoch=0, epoch_step=0, samples=0, seconds=0.0, best=None)
+    if job.resume_from is not None:
+        position = load_checkpoint(job.resume_from, job.model, job.loss, job.optimizer, job.device)
+    log = MetricsLog(directory.metrics, resume_at=None if job.resume_from is None else position.step)
+    directory.describe(status="running")
+    try:
+        with TrainingProgress(job.steps, position.step, console) as progress:
+            last = _Trainer(job, directory, log, progress, position).run()
+    except BaseException:
+        directory.describe(status="failed")
+        raise
+    finally:
+        log.close()
+    directory.describe(status="finished")
+    return last
+
+
+class _Trainer:
+    def __init__(
+        self, job: Job, directory: RunDirectory, log: MetricsLog, progress: TrainingProgress, position: Position
+    ) -> None:
+        self.job, self.directory, self.log, self.progress = job, directory, log, progress
+        self.step, self.samples, self.best = position.step, position.samples, position.best
+        self.epoch, self.epoch_step = position.epoch, position.epoch_step
+        self.clock = _Clock(time.perf_counter(), before=position.seconds)
+
+    def run(self) -> Path:
+        job, run = self.job, self.job.config.run
+        job.model.train()
+        job.loss.train()
+        if self.step == 0:
+            self.evaluate()
+        saved: Path | None = None
+        while self.step < job.steps:
+            for batch in self.batches():
+                job.loss.set_epoch(self.epoch + self.epoch_step / job.loader.steps_per_epoch, run.epochs)
+                result = self.take_step(batch)
+                finished = self.step == job.steps
+                if self.step % run.log_every == 0 or finished:
+                    self.report(result)
+                if finished or (run.eval_every and self.step % run.eval_every == 0):
+                    self.evaluate()
+                saved = None
+                if finished or (run.save_every and self.step % run.save_every == 0):
+                    saved = self.save()
+                if finished:
+                    break
+            self.epoch, self.epoch_step = self.epoch + 1, 0
+        return saved or self.save()
+
+    def batches(self) -> Iterator[Batch]:
+        """The rest of this epoch's batches, on the device, with the time spent waiting for them counted."""
+        batches = self.job.loader.epoch(self.epoch, start=self.epoch_step)
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self.clock.waited += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch.to(self.job.device, self.job.dtype)
+
+    def take_step(self, batch: Batch) -> StepResult:
+        job, optim = self.job, self.job.config.optim
+        assert optim.lr is not None and optim.warmup is not None
+        self.lr = learning_rate(
+            self.step, steps=job.steps, warmup=optim.warmup, peak=optim.lr, floor=min(optim.lr_floor, optim.lr)
+        )
+        set_learning_rate(job.optimizer, self.lr, peak=optim.lr)
+        result = training_step(
+            job.model, job.loss, job.optimizer, batch, autocast=job.autocast, grad_clip_norm=optim.grad_clip_norm
+        )
+        self.step += 1
+        self.epoch_step += 1
+        self.samples += len(batch)
+        self.clock.samples += len(batch)
+        return result
+
+    @property
+    def epochs_done(self) -> float:
+        return round(self.epoch + self.epoch_step / self.job.loader.steps_per_epoch, 6)
+
+    def report(self, result: StepResult) -> None:
+        metrics = to_host({"loss": result.loss, "grad_norm": result.grad_norm} | dict(result.metrics))
+        rate, wait = self.clock.lap()
+        seconds = self.clock.total()
+        self.log.train(
+            step=self.step, epoch=self.epochs_done, samples=self.samples, seconds=round(seconds, 3), lr=self.lr,
+            samples_per_second=rate, data_wait=wait, **metrics,
+        )  # fmt: skip
+        left = (self.job.steps - self.step) * self.job.loader.batch / max(rate, 1e-9)
+        line = f"loss {metrics['loss']:.4f}  tau {metrics['tau']:.4f}  {rate:,.0f} samples/s  data wait {wait:.0%}"
+        self.progress.update(self.step, line, left)
+
+    def evaluate(self) -> None:
+        job = self.job
+        if job.data.val is None:
+            return
+        embedded = embed(job.model, job.data.val, device=job.device, autocast=job.autocast)
+        metrics = retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text)
+        self.log.evaluation(step=self.step, epoch=self.epochs_done, name="val", metrics=metrics)
+        panel = {"step": self.step, "set": "val", "images": retrieval_panel(job.data.val, embedded)}
+        write_atomically(self.directory.panel, json.dumps(panel))
+        self.progress.print(
+            f"step {self.step}: held-out recall@10 text-to-image {metrics['text_to_image_recall@10']:.1%}, "
+            f"image-to-text {metrics['image_to_text_recall@10']:.1%} (chance {metrics['chance@10']:.1%})"
+        )
+        value = metrics.get(job.config.run.best_metric)
+        if value is not None and self.step > 0 and (self.best is None or value > self.best):
+            self.best = value
+            save_model(self.directory.checkpoints / "best", job.model, job.loss)
+        self.clock.lap()
+
+    def save(self) -> Path:
+        job = self.job
+        full = self.epoch_step == job.loader.steps_per_epoch
+        position = Position(
+            step=self.step,
+            epoch=self.epoch + full,
+            epoch_step=0 if full else self.epoch_step,
+            samples=self.samples,
+            seconds=self.clock.total(),
+            best=self.best,
+        )
+        return save_checkpoint(self.directory.checkpoints, job.model, job.loss, job.optimizer, position)
+
+
+def describe(job: Job, version: str) -> dict[str, object]:
+    """The facts of a job for run.json."""
+    config = job.config
+    return {
+        "name": config.run.name,
+        "version": version,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "model": config.model.model,
+        "loss": config.run.loss,
+        "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
+        "train_samples": len(job.data.train),
+        "global_batch": config.data.global_batch_size,
+        "steps": job.steps,
+        "epochs": config.run.epochs,
+        "environment": environment(job.device),
+        "notes": [job.data.note] if job.data.note else [],
+    }

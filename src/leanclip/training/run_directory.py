@@ -1,0 +1,72 @@
+"""What a run leaves on disk, and where.
+
+config.toml     the resolved configuration: `leanclip train --config` repeats the run
+run.json        what is being trained, on what, and whether it is finished
+metrics.jsonl   one object per logged step and per evaluation
+panel.json      held-out images with the captions the model finds
+checkpoints/    step_00000100/ ..., best/, last -> the newest
+"""
+
+import json
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from leanclip.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def panel(self) -> Path:
+        return self.path / "panel.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def prepare(self, *, overwrite: bool, resuming: bool) -> None:
+        if self.path.exists() and not resuming and any(self.path.iterdir()):
+            if not overwrite:
+                raise UserError(
+                    f"{self.path} exists; give another --name, --resume latest to go on with it, or --overwrite"
+                )
+            if not (self.path / "run.json").is_file():
+                raise UserError(
+                    f"{self.path} is no run of leanclip, so --overwrite leaves it alone; give another --name"
+                )
+            shutil.rmtree(self.path)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    def describe(self, **facts: Any) -> None:
+        """Add facts to run.json."""
+        path = self.path / "run.json"
+        known = json.loads(path.read_text()) if path.is_file() else {}
+        write_atomically(path, json.dumps(known | facts, indent=1))
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({os.cpu_count()} cores)"
+    return {"python": platform.python_version(), "torch": torch.__version__, "device": name}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never half of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -1,0 +1,125 @@
+"""From a configuration to the pieces of a run."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+from leanclip.data import Datasets, TrainingLoader, open_datasets
+from leanclip.errors import UserError
+from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
+from leanclip.losses.registry import spec_of
+from leanclip.models import TwoTower, create_model, model_config_of
+from leanclip.optim import create_optimizer, weight_decay_groups
+from leanclip.training.checkpoint import find_checkpoint
+from leanclip.training.config import TrainConfig
+from leanclip.training.defaults import fill, total_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run that is ready to start."""
+
+    config: TrainConfig
+    device: torch.device
+    data: Datasets
+    model: TwoTower
+    loss: ContrastiveLoss
+    optimizer: Optimizer
+    loader: TrainingLoader
+    steps: int
+    resume_from: Path | None
+
+    @property
+    def autocast(self) -> torch.autocast:
+        enabled = self.config.run.precision in ("amp_bf16", "amp_bfloat16")
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.config.run.precision == "fp64" else torch.float32
+
+
+def resolve(config: TrainConfig) -> tuple[TrainConfig, Datasets]:
+    """Check what can be checked before anything is built, index the data, and decide what was left open."""
+    try:
+        spec_of(config.run.loss)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if config.model.model is not None:
+        model_config_of(config.model.model)
+    data = open_datasets(config.data, seed=config.run.seed)
+    return fill(config, samples=len(data.train)), data
+
+
+def set_up(config: TrainConfig) -> Job:
+    """Build everything a run needs. Deterministic in the seed."""
+    config, data = resolve(config)
+    run, optim, batch = config.run, config.optim, config.data.global_batch_size
+    assert run.device is not None and batch is not None and run.name is not None
+    device = _device(run.device)
+    resume_from = None if run.resume is None else find_checkpoint(run.resume, Path(run.logs) / run.name)
+
+    torch.manual_seed(run.seed)
+    start = config.model if resume_from is None else replace(config.model, pretrained=str(resume_from))
+    model = create_model(start, siglip=run.loss == "siglip")
+    config = replace(config, loss=_starting_temperature(config, model))
+    try:
+        loss = loss_from_config(
+            run.loss, config.loss, num_samples=len(data.train.shards), implementation=run.implementation
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    _lock(model, config)
+    double = run.precision == "fp64"
+    model, loss = (module.to(device, torch.float64 if double else None) for module in (model, loss))
+    assert isinstance(model, TwoTower) and isinstance(loss, ContrastiveLoss)
+    assert optim.wd is not None
+    optimizer = create_optimizer(optim, [*weight_decay_groups(model, optim.wd), *loss.param_groups()])
+    loader = TrainingLoader(
+        data.train.shards,
+        data.train.ids,
+        batch=batch,
+        transform=model.transform(train=True, scale=config.model.aug_scale),
+        tokenizer=model.tokenizer,
+        seed=run.seed,
+        workers=config.data.workers,
+        pin_memory=device.type == "cuda",
+    )
+    return Job(
+        config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, loader=loader,
+        steps=total_steps(config, samples=len(data.train), batch=batch), resume_from=resume_from,
+    )  # fmt: skip
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"unknown device {name!r}; give cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {name}: PyTorch sees no GPU here; give cpu, or leave it out")
+    return device
+
+
+def _starting_temperature(config: TrainConfig, model: TwoTower) -> LossConfig:
+    """Fine-tuning starts from the checkpoint's temperature (and bias), unless the user says otherwise."""
+    spec = spec_of(config.run.loss)
+    untouched = config.loss.tau == spec.defaults.tau
+    if config.model.pretrained is None or not untouched:
+        return config.loss
+    low, high = config.loss.tau_min or 0.0, config.loss.tau_max or math.inf
+    chosen = replace(config.loss, tau=min(max(model.temperature(), low), high))
+    bias = model.bias()
+    if config.run.loss == "siglip" and bias is not None and config.loss.bias == spec.defaults.bias:
+        chosen = replace(chosen, bias=bias)
+    return chosen
+
+
+def _lock(model: TwoTower, config: TrainConfig) -> None:
+    if config.model.lock_image:
+        model.lock_image()
+    if config.model.lock_text:
+        model.lock_text()
