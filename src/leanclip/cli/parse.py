@@ -27,7 +27,7 @@ def parse(kind: type[T], arguments: list[str], *, command: str, description: str
                 args=arguments,
                 prog=f"leanclip {command}",
                 description=description,
-                **({} if default is None else {"default": default}),
+                default=tyro.MISSING_NONPROP if default is None else default,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
             )
     except SystemExit as stop:

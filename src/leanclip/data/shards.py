@@ -6,6 +6,7 @@ import os
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import braceexpand
 
@@ -50,7 +51,7 @@ class Shards:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_files": {}}  # each worker process opens its own
 
     def image_bytes(self, index: int) -> bytes:

@@ -36,7 +36,8 @@ class AttachGradients(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
         image, text, slopes, *saved = ctx.saved_tensors
         needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
         with torch.autocast(image.device.type, enabled=False):

@@ -16,7 +16,8 @@ class ContrastiveLoss(nn.Module):
         self.name, self.implementation = name, implementation
         self.lr_tau, self.follows_schedule = lr_tau, follows_schedule
 
-    def forward(
+    @torch.compiler.disable
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         image_features: Tensor,
         text_features: Tensor,
@@ -25,6 +26,25 @@ class ContrastiveLoss(nn.Module):
         text_ids: Tensor | None = None,
         groups: Tensor | None = None,
     ) -> LossOutput:
+        """The loss of a batch; row i of both embeddings is sample `sample_ids[i]`.
+
+        The losses with a state per sample need the ids. `text_ids` gives captions a state of their own instead of
+        their image's. Samples with the same number in `groups` (several captions of one image in a batch) are not
+        each other's negatives.
+        """
+        image, text = same_precision(image_features, text_features)
+        with torch.autocast(image.device.type, enabled=False):
+            return self.compute(image, text, sample_ids, text_ids, groups)
+
+    def compute(
+        self,
+        image: Tensor,
+        text: Tensor,
+        sample_ids: Tensor | None,
+        text_ids: Tensor | None,
+        groups: Tensor | None,
+    ) -> LossOutput:
+        """The loss itself, on embeddings of one precision."""
         raise NotImplementedError
 
     def temperature(self) -> Tensor:

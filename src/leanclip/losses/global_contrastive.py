@@ -19,7 +19,7 @@ from torch import Tensor
 
 from leanclip import ops
 from leanclip.losses.attach import AttachGradients
-from leanclip.losses.base import ContrastiveLoss, same_precision, work_dtype
+from leanclip.losses.base import ContrastiveLoss, work_dtype
 from leanclip.losses.gamma import InnerRate
 from leanclip.losses.normalizer import Normalizer
 from leanclip.losses.output import LossOutput
@@ -66,27 +66,19 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             return 0.5 * (self.state.get_buffer("tau_image").mean() + self.state.get_buffer("tau_text").mean())
         return self.temperature_rule.mean()
 
-    @torch.compiler.disable
-    def forward(
+    def compute(
         self,
-        image_features: Tensor,
-        text_features: Tensor,
-        sample_ids: Tensor | None = None,
-        *,
-        text_ids: Tensor | None = None,
-        groups: Tensor | None = None,
+        image: Tensor,
+        text: Tensor,
+        sample_ids: Tensor | None,
+        text_ids: Tensor | None,
+        groups: Tensor | None,
     ) -> LossOutput:
-        """The loss of a batch of L2-normalised embeddings; row i of both is sample `sample_ids[i]`.
-
-        `text_ids` gives captions a state of their own instead of their image's. Samples with the same number in
-        `groups` are not each other's negatives.
-        """
-        image, text = same_precision(image_features, text_features)
         ids = self._ids(sample_ids, text_ids, image)
         pairs = ops.Pairs(mask_positives=True, row_groups=groups, col_groups=groups)
         chosen, engine = ops.implementation(self.implementation, image)
 
-        with torch.no_grad(), torch.autocast(image.device.type, enabled=False):
+        with torch.no_grad():
             dtype = work_dtype(image)
             taus = self._taus(ids, dtype)
             positive = (image.to(dtype) * text.to(dtype)).sum(1)
@@ -135,7 +127,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             warnings.warn(
                 f"{self.name}: set_epoch(epoch, epochs) was never called, so gamma stays 1 and the running estimates"
                 " forget everything; call it at the start of every epoch",
-                stacklevel=4,
+                stacklevel=6,
             )
         ids = {}
         for side, given in (("image", sample_ids), ("text", text_ids)):

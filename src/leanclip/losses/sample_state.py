@@ -40,7 +40,7 @@ class SampleState(nn.Module):
             raise ValueError(f"sample ids must be a vector of integers, got {ids.dtype} of shape {tuple(ids.shape)}")
         inside = ((ids >= 0) & (ids < self.num_samples)).all()
         if ids.device.type != "cpu":
-            torch._assert_async(inside, f"a sample id lies outside [0, {self.num_samples})")
+            torch.ops.aten._assert_async.msg(inside, f"a sample id lies outside [0, {self.num_samples})")
         elif not inside:
             wrong = ids[(ids < 0) | (ids >= self.num_samples)][0].item()
             raise ValueError(

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from leanclip import ops
 from leanclip.losses.attach import AttachGradients
-from leanclip.losses.base import ContrastiveLoss, same_precision, work_dtype
+from leanclip.losses.base import ContrastiveLoss, work_dtype
 from leanclip.losses.output import LossOutput
 from leanclip.losses.temperature import GlobalTemperature
 
@@ -27,23 +27,19 @@ class SigmoidLoss(ContrastiveLoss):
     def temperature(self) -> Tensor:
         return self.temperature_rule.mean()
 
-    @torch.compiler.disable
-    def forward(
+    def compute(
         self,
-        image_features: Tensor,
-        text_features: Tensor,
-        sample_ids: Tensor | None = None,
-        *,
-        text_ids: Tensor | None = None,
-        groups: Tensor | None = None,
+        image: Tensor,
+        text: Tensor,
+        sample_ids: Tensor | None,
+        text_ids: Tensor | None,
+        groups: Tensor | None,
     ) -> LossOutput:
-        """The loss of a batch; ids are not needed. Samples of one group are left out of each other's questions."""
-        image, text = same_precision(image_features, text_features)
         pairs = ops.Pairs(row_groups=groups, col_groups=groups)
         chosen, engine = ops.implementation(self.implementation, image)
         needs = (image.requires_grad and torch.is_grad_enabled(), text.requires_grad and torch.is_grad_enabled())
 
-        with torch.no_grad(), torch.autocast(image.device.type, enabled=False):
+        with torch.no_grad():
             dtype, batch = work_dtype(image), len(image)
             scale, bias = 1 / self.temperature().to(dtype), self.bias.to(dtype)
             positive = (image.to(dtype) * text.to(dtype)).sum(1)

@@ -32,29 +32,29 @@ class TwoTower(nn.Module):
     filled in by `weights` on saving.
     """
 
-    def __init__(self, clip: nn.Module, name: str, config: dict[str, Any], tokenizer: Callable[..., Tensor]) -> None:
+    def __init__(self, clip: Any, name: str, config: dict[str, Any], tokenizer: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.clip = clip
+        self.clip: Any = clip  # open_clip's classes share an interface but no base class
         self.name, self.config, self.tokenizer = name, config, tokenizer
-        self.preprocess = PreprocessCfg(**clip.visual.preprocess_cfg)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        self.preprocess = PreprocessCfg(**clip.visual.preprocess_cfg)
         for parameter in (clip.logit_scale, clip.logit_bias):
-            if isinstance(parameter, nn.Parameter):
+            if parameter is not None:
                 parameter.requires_grad_(False)
 
     def forward(self, images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return self.encode_image(images), self.encode_text(tokens)
 
     def encode_image(self, images: Tensor) -> Tensor:
-        return self.clip.encode_image(images, normalize=True)  # pyright: ignore[reportCallIssue]
+        return self.clip.encode_image(images, normalize=True)
 
     def encode_text(self, tokens: Tensor) -> Tensor:
-        return self.clip.encode_text(tokens, normalize=True)  # pyright: ignore[reportCallIssue]
+        return self.clip.encode_text(tokens, normalize=True)
 
     def transform(self, *, train: bool, scale: tuple[float, float] | None = None) -> Callable[..., Tensor]:
         """open_clip's image transform: random crops for training, a centre crop for evaluation."""
-        return image_transform_v2(
-            self.preprocess, is_train=train, aug_cfg={"scale": scale} if scale and train else None
-        )
+        augmentation = {"scale": scale} if scale and train else None
+        made: Any = image_transform_v2(self.preprocess, is_train=train, aug_cfg=augmentation)
+        return made
 
     def decode(self, tokens: Tensor) -> str:
         """The text of one row of tokens, without start, end and padding."""
@@ -66,13 +66,13 @@ class TwoTower(nn.Module):
 
     def lock_image(self) -> None:
         """Freeze the image tower, batch-norm statistics included."""
-        self.clip.lock_image_tower(freeze_bn_stats=True)  # pyright: ignore[reportCallIssue]
+        self.clip.lock_image_tower(freeze_bn_stats=True)
 
     def lock_text(self) -> None:
-        self.clip.lock_text_tower()  # pyright: ignore[reportCallIssue]
+        self.clip.lock_text_tower()
 
     def temperature(self) -> float:
-        return math.exp(-float(self.clip.logit_scale.detach().reshape(())))  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return math.exp(-float(self.clip.logit_scale.detach().reshape(())))
 
     def bias(self) -> float | None:
         bias = self.clip.logit_bias
@@ -112,6 +112,7 @@ def load_model(directory: Path) -> TwoTower:
 
 def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
     """The name and open_clip config of a model given by name or by config file."""
+    config: Any
     if model.endswith(".json"):
         path = Path(model)
         if not path.is_file():
@@ -177,7 +178,7 @@ def _build(name: str, config: dict[str, Any], weights: Path | None, preprocess: 
     return TwoTower(clip, name, config, tokenizer)
 
 
-def _load_weights(clip: nn.Module, path: Path, name: str) -> None:
+def _load_weights(clip: Any, path: Path, name: str) -> None:
     try:
         open_clip.load_checkpoint(clip, str(path), weights_only=True)
     except (RuntimeError, KeyError, AttributeError, AssertionError) as error:
