@@ -17,7 +17,7 @@ def statistics(
 
     With `col_scale` the same for the columns, from the same matrix: for the symmetric, single-process case.
     """
-    similarity_RC = rows @ cols.T
+    similarity_RC = similarities(rows, cols)
     counted_RC = counted_pairs(len(rows), len(cols), pairs, rows.device)
     by_rows = _one_side(similarity_RC, row_scale, counted_RC)
     by_cols = None if col_scale is None else _one_side(similarity_RC.T, col_scale, counted_RC.T)
@@ -41,7 +41,7 @@ def gradients(
     and `diagonal` (R,) is added to W at the positives. `needs` says which of the two are wanted.
     """
     counted_RC = counted_pairs(len(rows), len(cols), pairs, rows.device)
-    similarity_RC = rows @ cols.T
+    similarity_RC = similarities(rows, cols)
     weights_RC = torch.zeros_like(similarity_RC)
     if row_terms is not None:
         weights_RC += (_scaled(row_terms.scale, similarity_RC) + row_terms.log_weight[:, None]).exp()
@@ -67,7 +67,7 @@ def pairwise(
     The gradients are those of W_ij = weight * sigmoid(z_ij), plus `diagonal` (R,) at the positives.
     """
     counted_RC = counted_pairs(len(rows), len(cols), pairs, rows.device)
-    similarity_RC = rows @ cols.T
+    similarity_RC = similarities(rows, cols)
     logits_RC = scale * similarity_RC + bias
     sigmoid_RC = logits_RC.sigmoid().masked_fill(~counted_RC, 0.0)
     weights_RC = weight * sigmoid_RC + _positives(diagonal, len(cols), pairs)
@@ -77,6 +77,14 @@ def pairwise(
         similarity=(sigmoid_RC * similarity_RC).sum(1),
         gradients=_pull_back(rows, cols, weights_RC, needs),
     )
+
+
+def similarities(rows: Tensor, cols: Tensor) -> Tensor:
+    """rows @ cols.T in the precision of the inputs."""
+    if rows.device.type == "cpu" and rows.dtype in (torch.bfloat16, torch.float16):
+        # The same product, rounded once. CPUs differ in their half-precision instructions; some crash on them.
+        return (rows.float() @ cols.float().T).to(rows.dtype)
+    return rows @ cols.T
 
 
 def counted_pairs(num_rows: int, num_cols: int, pairs: Pairs, device: torch.device) -> Tensor:
@@ -117,6 +125,6 @@ def _pull_back(rows: Tensor, cols: Tensor, weights_RC: Tensor, needs: tuple[bool
         wanted = [tensor for tensor, need in zip((rows, cols), needs, strict=True) if need]
         if not wanted:
             return Gradients(None, None)
-        value = (weights_RC.detach() * (rows @ cols.T)).sum()
+        value = (weights_RC.detach() * similarities(rows, cols)).sum()
         found = iter(torch.autograd.grad(value, wanted))
     return Gradients(*(next(found) if need else None for need in needs))

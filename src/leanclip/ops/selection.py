@@ -1,19 +1,28 @@
 """Which implementation computes: by name, or `auto` for the fastest that is valid."""
 
-from types import ModuleType
+import functools
+import importlib
+import importlib.util
+import os
 from typing import cast
 
+import torch
 from torch import Tensor
 
-from leanclip.ops import reference, tiled
 from leanclip.ops.types import Implementation
 
 IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
+# Compute capability 8.0; older matrix units have no bfloat16.
+_OLDEST_CAPABILITY = (8, 0)
 
 
 def available(rows: Tensor) -> list[str]:
     """The implementations that can run on such embeddings, slowest first."""
     names = ["reference", "tiled"]
+    if _why_not_triton(rows) is None:
+        # Measured on an H200: cuBLAS in float32 is faster than what the kernels can do without tensor cores.
+        narrow = rows.is_cuda and rows.dtype != torch.float32
+        names.insert(2 if narrow else 1, "triton")
     return names
 
 
@@ -23,7 +32,30 @@ def implementation(name: str, rows: Tensor) -> tuple[str, Implementation]:
         raise ValueError(f"unknown implementation {name!r}; choose from {', '.join(IMPLEMENTATIONS)}")
     if name == "auto":
         name = available(rows)[-1]
-    modules: dict[str, ModuleType] = {"reference": reference, "tiled": tiled}
-    if name not in modules:
-        raise ValueError(f"implementation {name!r} cannot run on {rows.device}; use 'auto'")
-    return name, cast(Implementation, modules[name])
+    if name == "triton" and (reason := _why_not_triton(rows)) is not None:
+        raise ValueError(f"implementation 'triton' cannot be used here: {reason}; use 'auto' or 'tiled'")
+    return name, cast(Implementation, importlib.import_module(f"leanclip.ops.{name}"))
+
+
+def _why_not_triton(rows: Tensor) -> str | None:
+    if rows.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"it takes float32, float16 and bfloat16 embeddings, got {rows.dtype}"
+    if not _triton_installed():
+        return "Triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if not rows.is_cuda or torch.version.cuda is None:
+        return f"it needs an NVIDIA GPU, the embeddings are on {rows.device}"
+    if _capability(rows.get_device()) < _OLDEST_CAPABILITY:
+        return f"it needs compute capability 8.0 or newer, {torch.cuda.get_device_name(rows.device)} is older"
+    return None
+
+
+@functools.cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -1,0 +1,45 @@
+"""Launching, with a memory of what was compiled: Triton's own look-up takes longer than a small kernel runs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def run(
+    function: Any,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    options: dict[str, int | bool],
+) -> None:
+    """Launch `function` with its run-time arguments in order and its constants by name."""
+    if not isinstance(function, JITFunction):  # the interpreter's stand-in
+        function[grid](*arguments, **constants)
+        return
+    key = (
+        function,
+        torch.cuda.current_device(),
+        *map(_specialization, arguments),
+        *constants.values(),
+        *options.values(),
+    )
+    found = _compiled.get(key)
+    if found is None:
+        compiled = function[grid](*arguments, **constants, **options)
+        _compiled[key] = compiled, tuple(constants[name] for name in function.arg_names[len(arguments) :])
+        return
+    compiled, values = found
+    compiled[grid](*arguments, *values)
+
+
+def _specialization(argument: Any) -> Any:
+    """What of an argument's value Triton compiles into the code, or more."""
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, argument >= 1 << 31
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    return argument.base.dtype, tuple(argument.block_shape)

@@ -1,0 +1,138 @@
+"""What the kernels share: one tile of similarities, which of its pairs count, and the order in which tiles are done.
+
+Exponentials are base 2, because that is what the hardware has. Scales arrive in natural units and are turned here.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# float32 log2(e), and what it lacks.
+LOG2_E_HIGH = tl.constexpr(1.4426950216293335)
+LOG2_E_LOW = tl.constexpr(1.92596298909109e-08)
+LN_2 = tl.constexpr(0.6931471805599453)
+# Stands for the similarity of a pair that does not count: finite, and no exponential of it is left, since scales are
+# kept from being smaller than SMALLEST_SCALE.
+LEFT_OUT = tl.constexpr(-1e30)
+SMALLEST_SCALE = tl.constexpr(1e-20)
+
+
+@triton.jit
+def load_block(
+    source, row, k, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr
+):
+    """Rows `row:row + BLOCK`, features `k:k + BLOCK_K` of embeddings, zeros outside."""
+    if TMA:
+        block = source.load([row, k])
+    else:
+        at = row + tl.arange(0, BLOCK)
+        feature = k + tl.arange(0, BLOCK_K)
+        pointers = source + at.to(tl.int64)[:, None] * DIM + feature[None, :]
+        block = tl.load(pointers, (at < num_rows)[:, None] & (feature < DIM)[None, :], 0.0)
+    return block
+
+
+@triton.jit
+def similarity_tile(
+    rows,
+    cols,
+    row,
+    col,
+    num_rows,
+    num_cols,
+    DIM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """rows[row:row + BLOCK_R] @ cols[col:col + BLOCK_C].T in float32."""
+    sums = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for k in range(0, DIM, BLOCK_K):
+        left = load_block(rows, row, k, num_rows, DIM, BLOCK_R, BLOCK_K, TMA)
+        right = load_block(cols, col, k, num_cols, DIM, BLOCK_C, BLOCK_K, TMA)
+        if left.dtype == tl.float32:
+            # Sum each block apart: one chain of DIM additions would round more than cuBLAS does. The product with
+            # zero stays in the program, so that the compiler does not join the chains again.
+            sums += tl.dot(left, right.T, sums * 0.0, input_precision="ieee")
+        else:
+            sums = tl.dot(left, right.T, sums)
+    return sums
+
+
+@triton.jit
+def is_plain(row, col, end_row, end_col, offset, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr):
+    """Whether a tile lies inside the matrix, holds no positive and needs no comparison of groups."""
+    inside = (row + BLOCK_R <= end_row) & (col + BLOCK_C <= end_col)
+    apart = (row + offset >= col + BLOCK_C) | (row + offset + BLOCK_R <= col)
+    return inside & apart & (not GROUPS)
+
+
+@triton.jit
+def leave_out(
+    similarity,
+    row,
+    col,
+    end_row,
+    end_col,
+    offset,
+    row_groups,
+    col_groups,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    MASK_POSITIVES: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Put LEFT_OUT where a pair does not count: `reference.counted_pairs`, cut to the matrix."""
+    at_row = row + tl.arange(0, BLOCK_R)
+    at_col = col + tl.arange(0, BLOCK_C)
+    inside = (at_row < end_row)[:, None] & (at_col < end_col)[None, :]
+    positive = (at_row + offset)[:, None] == at_col[None, :]
+    counted = inside
+    if GROUPS:
+        row_group = tl.load(row_groups + at_row, at_row < end_row, 0)
+        col_group = tl.load(col_groups + at_col, at_col < end_col, 0)
+        other = row_group[:, None] != col_group[None, :]
+        counted = inside & (other & (positive == 0) if MASK_POSITIVES else other | positive)
+    elif MASK_POSITIVES:
+        counted = inside & (positive == 0)
+    return tl.where(counted, similarity, LEFT_OUT)
+
+
+@triton.jit
+def halves(tile, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Left and right half of a tile, in the registers that hold it. Epilogues by halves need fewer registers."""
+    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_R, 2, BLOCK_C // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def exponential(x, PRECISE: tl.constexpr):
+    """exp(x). With PRECISE the rounding of x log2(e), which grows with x, is put back."""
+    if PRECISE:
+        x = tl.maximum(x, -200.0)  # exp is zero there already, and infinity would turn into nan below
+    power = x * LOG2_E
+    result = tl.exp2(power)
+    if PRECISE:
+        lost = tl.fma(x, LOG2_E_HIGH, -power) + x * LOG2_E_LOW
+        result += result * (lost * LN_2)
+    return result
+
+
+@triton.jit
+def load_scales(source, at, end, VECTOR: tl.constexpr):
+    """Each anchor's scale in float32, or the one that serves all."""
+    if VECTOR:
+        value = tl.load(source + at, at < end, 0.0).to(tl.float32)
+    else:
+        value = tl.load(source).to(tl.float32) + tl.zeros_like(at).to(tl.float32)
+    return tl.maximum(value, SMALLEST_SCALE)
+
+
+@triton.jit
+def grouped_order(program, num_fast, num_slow, GROUP: tl.constexpr):
+    """Programs that run together share rows and columns: GROUP fast blocks by all slow ones, then the next GROUP."""
+    per_group = GROUP * num_slow
+    first = (program // per_group) * GROUP
+    size = tl.minimum(num_fast - first, GROUP)
+    inside = program % per_group
+    return first + inside % size, inside // size

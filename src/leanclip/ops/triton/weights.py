@@ -1,0 +1,315 @@
+"""Kernels that write the weights of a block of pairs: for `gradients`, and for `pairwise` with its sums."""
+
+# Outside a kernel a jit function cannot be called, and is typed so.
+# pyright: reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+
+from leanclip.ops.triton.tiles import (
+    LN_2,
+    LOG2_E,
+    SMALLEST_SCALE,
+    exponential,
+    grouped_order,
+    halves,
+    is_plain,
+    leave_out,
+    load_scales,
+    similarity_tile,
+)
+
+# The largest spread of a tile's log-weights that one exponential per pair may span.
+WIDEST_SPREAD = tl.constexpr(40.0)
+
+
+@triton.jit
+def log_weight_range(log_weight):
+    """Smallest and largest of the log-weights that are not -inf (which is a weight of zero)."""
+    lowest = tl.min(tl.where(log_weight == float("-inf"), float("inf"), log_weight))
+    return lowest, tl.max(log_weight)
+
+
+@triton.jit
+def exponential_weights(
+    similarity,
+    row_scales,
+    row_log_weight,
+    col_scales,
+    col_log_weight,
+    same_scale,
+    BY_ROWS: tl.constexpr,
+    BY_COLS: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """exp(row scale s + row log-weight) + exp(col scale s + col log-weight).
+
+    Where the scales are one and log-weights of similar size, exp(scale s + top) (exp(row - top) + exp(col - top)):
+    the second factor costs BLOCK_R + BLOCK_C exponentials only. float32 keeps the plain form, which rounds less.
+    """
+    if ONE_SCALE:
+        row_lowest, row_top = log_weight_range(row_log_weight)
+        col_lowest, col_top = log_weight_range(col_log_weight)
+        top = tl.maximum(row_top, col_top)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        if same_scale & (top - tl.minimum(row_lowest, col_lowest) < WIDEST_SPREAD):
+            exponent = similarity * (row_scales * LOG2_E)[:, None] + top * LOG2_E
+            row_factor = exponential(row_log_weight - top, False)
+            col_factor = exponential(col_log_weight - top, False)
+            weights = tl.exp2(exponent) * (row_factor[:, None] + col_factor[None, :])
+        else:
+            weights = exponential(similarity * row_scales[:, None] + row_log_weight[:, None], PRECISE)
+            weights += exponential(similarity * col_scales[None, :] + col_log_weight[None, :], PRECISE)
+    else:
+        weights = tl.zeros_like(similarity)
+        if BY_ROWS:
+            weights = exponential(similarity * row_scales[:, None] + row_log_weight[:, None], PRECISE)
+        if BY_COLS:
+            weights += exponential(similarity * col_scales[None, :] + col_log_weight[None, :], PRECISE)
+    return weights
+
+
+@triton.jit
+def add_positives(weights, diagonal, row, col, end_row, offset, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    at_row = row + tl.arange(0, BLOCK_R)
+    at_col = col + tl.arange(0, BLOCK_C)
+    values = tl.load(diagonal + at_row, at_row < end_row, 0.0).to(tl.float32)
+    return weights + tl.where((at_row + offset)[:, None] == at_col[None, :], values[:, None], 0.0)
+
+
+@triton.jit
+def store_block(
+    out, weights, row, col, height, width, stride, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TMA: tl.constexpr
+):
+    """`row`, `col` inside the block buffer `out`, of which height x width are in use."""
+    if TMA:
+        out.store([row, col], weights.to(out.dtype))
+    else:
+        at_row = row + tl.arange(0, BLOCK_R)
+        at_col = col + tl.arange(0, BLOCK_C)
+        inside = (at_row < height)[:, None] & (at_col < width)[None, :]
+        pointers = out + at_row.to(tl.int64)[:, None] * stride + at_col[None, :]
+        tl.store(pointers, weights.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def weights_kernel(
+    rows,
+    cols,
+    row_scale,
+    row_log_weight,
+    col_scale,
+    col_log_weight,
+    diagonal,
+    row_groups,
+    col_groups,
+    out,
+    first_row,
+    end_row,
+    first_col,
+    end_col,
+    num_rows,
+    num_cols,
+    offset,
+    stride,
+    DIM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW_VECTOR: tl.constexpr,
+    COL_VECTOR: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    BY_COLS: tl.constexpr,
+    MASK_POSITIVES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """The weights W of `reference.gradients` for rows first_row:end_row and columns first_col:end_col."""
+    col_block, row_block = grouped_order(
+        tl.program_id(0), tl.cdiv(end_col - first_col, BLOCK_C), tl.cdiv(end_row - first_row, BLOCK_R), GROUP
+    )
+    row = first_row + row_block * BLOCK_R
+    col = first_col + col_block * BLOCK_C
+    similarity = similarity_tile(rows, cols, row, col, num_rows, num_cols, DIM, BLOCK_R, BLOCK_C, BLOCK_K, TMA)
+    at_row = row + tl.arange(0, BLOCK_R)
+    row_scales = load_scales(row_scale, at_row, end_row, ROW_VECTOR)
+    row_weight = tl.load(row_log_weight + at_row, at_row < end_row, float("-inf")).to(tl.float32)
+    plain = is_plain(row, col, end_row, end_col, offset, BLOCK_R, BLOCK_C, GROUPS)
+    if not plain:
+        similarity = leave_out(
+            similarity, row, col, end_row, end_col, offset, row_groups, col_groups,
+            BLOCK_R, BLOCK_C, MASK_POSITIVES, GROUPS,
+        )  # fmt: skip
+    HALF: tl.constexpr = BLOCK_C // 2
+    ONE_SCALE: tl.constexpr = BY_ROWS and BY_COLS and not ROW_VECTOR and not COL_VECTOR and not PRECISE
+    same_scale = tl.load(row_scale) == tl.load(col_scale)
+    parts = halves(similarity, BLOCK_R, BLOCK_C)
+    for side in tl.static_range(2):
+        part_col = col + side * HALF
+        at_col = part_col + tl.arange(0, HALF)
+        col_scales = load_scales(col_scale, at_col, end_col, COL_VECTOR)
+        col_weight = tl.load(col_log_weight + at_col, at_col < end_col, float("-inf")).to(tl.float32)
+        weights = exponential_weights(
+            parts[side], row_scales, row_weight, col_scales, col_weight, same_scale,
+            BY_ROWS, BY_COLS, ONE_SCALE, PRECISE,
+        )  # fmt: skip
+        if not plain:
+            weights = add_positives(weights, diagonal, row, part_col, end_row, offset, BLOCK_R, HALF)
+        store_block(
+            out, weights, row - first_row, part_col - first_col, end_row - first_row, end_col - first_col, stride,
+            BLOCK_R, HALF, TMA,
+        )  # fmt: skip
+
+
+@triton.jit
+def log_one_plus(x):
+    """log(1 + x) for x in [0, 1] with relative error 2.3e-7: x times a minimax polynomial."""
+    p = x * -0.008539180271327496 + 0.044089533388614655
+    p = p * x - 0.10768157988786697
+    p = p * x + 0.17745232582092285
+    p = p * x - 0.24495460093021393
+    p = p * x + 0.33275479078292847
+    p = p * x - 0.4999740421772003
+    p = p * x + 0.9999998211860657
+    return p * x
+
+
+@triton.jit
+def log2_one_plus(x):
+    """log2(1 + x) for x in [0, 1] with relative error 1.3e-6."""
+    p = x * 0.014140978455543518 - 0.0664016604423523
+    p = p * x + 0.1492237150669098
+    p = p * x - 0.23503851890563965
+    p = p * x + 0.3310944736003876
+    p = p * x - 0.4998696446418762
+    p = p * x + 0.9999987483024597
+    return p * (x * LOG2_E)
+
+
+@triton.jit
+def join_products(a, b):
+    """(1 + a)(1 + b) - 1, without the cancellation."""
+    return a + (a * b + b)
+
+
+@triton.jit
+def sigmoid_sums_a(similarity, scale, bias):
+    t = similarity * (scale * LOG2_E) + bias * LOG2_E
+    softplus = tl.maximum(t, 0.0) + log2_one_plus(tl.exp2(-tl.abs(t)))
+    return tl.exp2(t - softplus), tl.sum(softplus, 1) * LN_2
+
+
+@triton.jit
+def sigmoid_sums_b(similarity, scale, bias):
+    t = similarity * (scale * LOG2_E) + bias * LOG2_E
+    small = tl.exp2(-tl.abs(t))
+    root = tl.rsqrt(1.0 + small)
+    sigmoid = tl.where(t >= 0, 1.0, small) * (root * root)
+    product = tl.reduce(small, 1, join_products)
+    positive = tl.sum(tl.maximum(t, 0.0), 1)
+    return sigmoid, positive * LN_2 + tl.log(1.0 + product)
+
+
+@triton.jit
+def sigmoid_sums_c(similarity, scale, bias):
+    t = similarity * (scale * LOG2_E) + bias * LOG2_E
+    small = tl.exp2(-tl.abs(t))
+    softplus = tl.maximum(t, 0.0) + log2_one_plus(small)
+    root = tl.rsqrt(1.0 + small)
+    sigmoid = tl.where(t >= 0, 1.0, small) * (root * root)
+    return sigmoid, tl.sum(softplus, 1) * LN_2
+
+
+@triton.jit
+def pairwise_kernel(
+    rows,
+    cols,
+    scale,
+    bias,
+    weight,
+    diagonal,
+    row_groups,
+    col_groups,
+    out,
+    partial,
+    first_row,
+    end_row,
+    first_col,
+    end_col,
+    num_rows,
+    num_cols,
+    offset,
+    stride,
+    kind_stride,
+    block_stride,
+    DIM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASK_POSITIVES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WANTED: tl.constexpr,
+    FORM: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """The weights of `reference.pairwise` (if WANTED) and each row's three sums over a tile's columns.
+
+    `partial` (3, column blocks, rows) takes the sums of softplus, sigmoid, and sigmoid times similarity.
+    """
+    col_block, row_block = grouped_order(
+        tl.program_id(0), tl.cdiv(end_col - first_col, BLOCK_C), tl.cdiv(end_row - first_row, BLOCK_R), GROUP
+    )
+    row = first_row + row_block * BLOCK_R
+    col = first_col + col_block * BLOCK_C
+    similarity = similarity_tile(rows, cols, row, col, num_rows, num_cols, DIM, BLOCK_R, BLOCK_C, BLOCK_K, TMA)
+    plain = is_plain(row, col, end_row, end_col, offset, BLOCK_R, BLOCK_C, GROUPS)
+    if not plain:
+        similarity = leave_out(
+            similarity, row, col, end_row, end_col, offset, row_groups, col_groups,
+            BLOCK_R, BLOCK_C, MASK_POSITIVES, GROUPS,
+        )  # fmt: skip
+    HALF: tl.constexpr = BLOCK_C // 2
+    scale_value = tl.maximum(tl.load(scale).to(tl.float32), SMALLEST_SCALE)
+    bias_value = tl.load(bias).to(tl.float32)
+    softplus_sum = tl.zeros((BLOCK_R,), tl.float32)
+    sigmoid_sum = tl.zeros((BLOCK_R,), tl.float32)
+    weighted_sum = tl.zeros((BLOCK_R,), tl.float32)
+    parts = halves(similarity, BLOCK_R, BLOCK_C)
+    for side in tl.static_range(2):
+        part_col = col + side * HALF
+        part = parts[side]
+        if FORM == 0:
+            logits = part * scale_value + bias_value
+            small = exponential(-tl.abs(logits), True)
+            softplus_sum += tl.sum(tl.maximum(logits, 0.0) + log_one_plus(small), 1)
+            inverse = 1.0 / (1.0 + small)
+            sigmoid = tl.where(logits >= 0, inverse, small * inverse)
+        elif FORM == 1:
+            sigmoid, sp = sigmoid_sums_a(part, scale_value, bias_value)
+            softplus_sum += sp
+        elif FORM == 2:
+            sigmoid, sp = sigmoid_sums_b(part, scale_value, bias_value)
+            softplus_sum += sp
+        else:
+            sigmoid, sp = sigmoid_sums_c(part, scale_value, bias_value)
+            softplus_sum += sp
+        sigmoid_sum += tl.sum(sigmoid, 1)
+        weighted_sum += tl.sum(sigmoid * part, 1)
+        if WANTED:
+            weights = sigmoid * tl.load(weight).to(tl.float32)
+            if not plain:
+                weights = add_positives(weights, diagonal, row, part_col, end_row, offset, BLOCK_R, HALF)
+            store_block(
+                out, weights, row - first_row, part_col - first_col, end_row - first_row, end_col - first_col,
+                stride, BLOCK_R, HALF, TMA,
+            )  # fmt: skip
+    at_row = row + tl.arange(0, BLOCK_R)
+    to = partial + (col // BLOCK_C) * block_stride + (at_row - first_row)
+    tl.store(to, softplus_sum, at_row < end_row)
+    tl.store(to + kind_stride, sigmoid_sum, at_row < end_row)
+    tl.store(to + 2 * kind_stride, weighted_sum, at_row < end_row)
