@@ -1,6 +1,23 @@
 """The models: open_clip's, behind a two-tower interface."""
 
 from leanclip.models.config import ModelConfig
-from leanclip.models.two_tower import CONFIG_FILE, WEIGHTS_FILE, TwoTower, create_model, load_model, model_config_of
+from leanclip.models.two_tower import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    TwoTower,
+    create_model,
+    is_resnet,
+    load_model,
+    model_config_of,
+)
 
-__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "ModelConfig", "TwoTower", "create_model", "load_model", "model_config_of"]
+__all__ = [
+    "CONFIG_FILE",
+    "WEIGHTS_FILE",
+    "ModelConfig",
+    "TwoTower",
+    "create_model",
+    "is_resnet",
+    "load_model",
+    "model_config_of",
+]

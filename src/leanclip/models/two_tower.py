@@ -95,9 +95,9 @@ class TwoTower(nn.Module):
 def create_model(config: ModelConfig, *, siglip: bool = False) -> TwoTower:
     """Build the model on the CPU. For siglip it starts at tau 0.1 and bias -10, as open_clip's does."""
     assert config.model is not None
-    name, model_config = model_config_of(config.model)
-    if siglip:
-        model_config = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} | model_config
+    name, found = model_config_of(config.model)
+    siglip_start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
+    model_config: dict[str, Any] = siglip_start | found
     if config.force_image_size is not None:
         model_config["vision_cfg"]["image_size"] = config.force_image_size
     weights, preprocess = _pretrained(config)
@@ -127,6 +127,11 @@ def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
         near = difflib.get_close_matches(model, open_clip.list_models(), n=3, cutoff=0.4)
         raise UserError(f"unknown model {model!r}; nearest: {', '.join(near)} (or give the path of a config .json)")
     return model, config
+
+
+def is_resnet(model: str) -> bool:
+    """Whether the image tower is one of CLIP's ResNets, which were trained with other optimizer settings."""
+    return isinstance(model_config_of(model)[1]["vision_cfg"].get("layers"), list)
 
 
 def _pretrained(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:

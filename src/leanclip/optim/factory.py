@@ -31,9 +31,8 @@ def create_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optim
     groups = [group | {"lr": group.get("lr", config.lr)} for group in groups]
     groups = [group | {"peak_lr": group["lr"]} for group in groups]
     if config.opt == "adamw":
-        on_cuda = all(p.is_cuda for group in groups for p in group["params"])
         return torch.optim.AdamW(
-            groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps_opt, fused=on_cuda or None
+            groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps_opt, fused=True
         )
     name = TIMM_NAMES.get(config.opt, config.opt)
     known = list_optimizers()

@@ -11,6 +11,7 @@ import torch
 from leanclip.errors import UserError
 from leanclip.losses import LossConfig
 from leanclip.losses.registry import spec_of
+from leanclip.models import is_resnet
 from leanclip.training.config import TrainConfig
 
 
@@ -66,7 +67,7 @@ def fill(config: TrainConfig, *, samples: int) -> TrainConfig:
         eval_every=max(1, steps // 10) if run.eval_every is None else run.eval_every,
     )
     rule = interpolated(samples)
-    resnet = model_name.startswith("RN")
+    resnet = is_resnet(model_name)
     optim = replace(
         config.optim,
         lr=config.optim.lr or rule.lr,

@@ -1,0 +1,106 @@
+"""Bad input gets one line that names cause and remedy, exit code 2, no traceback."""
+
+import subprocess
+import sys
+
+import pytest
+
+from leanclip.cli import COMMANDS, main
+
+
+def complaint(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert stop.value.code == 2, captured
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def train(*arguments):
+    return ["train", "--recipe", "demo", *arguments]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], ["unknown command", "train"]),
+        (train("--model", "ViT-B-23"), ["ViT-B-23", "nearest", "ViT-B-32"]),
+        (train("--model", "absent.json"), ["no such model config", "absent.json"]),
+        (train("--loss", "infonse"), ["infonse", "did you mean infonce?", "fastclip-v3"]),
+        (train("--modle", "RN50"), ["--modle", "did you mean --model?"]),
+        (train("--precision", "bf32"), ["bf32", "amp_bf16", "fp32"]),
+        (train("--epochs", "many"), ["--epochs", "many"]),
+        (train("--epochs", "0"), ["epochs is 0", "at least 1"]),
+        (train("--opt", "adamww"), ["adamww", "adamw"]),
+        (train("--rho", "3"), ["infonce has no hyper-parameter 'rho'", "tau"]),
+        (train("--train-data", "absent-{0..3}.tar"), ["no such file", "absent-0.tar"]),
+        (train("--val-data", "absent.tar"), ["no such file", "absent.tar"]),
+        (train("--warmup", "5000"), ["--warmup 5000", "224 steps"]),
+        (train("--batch-size", "5000"), ["1830 training samples", "5000", "--batch-size"]),
+        (train("--resume", "absent"), ["--resume absent", "no such run"]),
+        (train("--config", "absent.toml"), ["no such config file", "absent.toml"]),
+        (train("--pretrained", "absent.pt"), ["absent.pt", "no such file"]),
+        (train("--device", "cuda:99"), ["cuda:99"]),
+        (["train", "--recipe", "dem"], ["unknown recipe", "demo"]),
+        (["evaluate", "absent"], ["no such run or checkpoint: absent"]),
+        (["evaluate"], ["checkpoint"]),
+        (["report", "absent"], ["absent"]),
+    ],
+)
+def test_one_line_and_exit_code_2(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = complaint(arguments, capsys)
+    for word in words:
+        assert word in line
+    assert not (tmp_path / "logs").exists()
+
+
+def test_resuming_a_directory_without_checkpoints(capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    line = complaint(train("--resume", str(tmp_path / "empty")), capsys)
+    assert "no checkpoint in" in line
+
+
+def test_empty_data(capsys, tmp_path):
+    (tmp_path / "empty.tar").write_bytes(b"\0" * 10240)
+    line = complaint(train("--train-data", str(tmp_path / "empty.tar")), capsys)
+    assert "no samples in" in line
+
+
+def test_a_checkpoint_of_another_model(capsys, tmp_path):
+    arguments = ["--logs", str(tmp_path), "--max-steps", "1", "--batch-size", "4", "--eval-every", "0"]
+    with pytest.raises(SystemExit) as stop:
+        main(train("--name", "one", *arguments))
+    assert stop.value.code == 0
+    capsys.readouterr()
+    weights = tmp_path / "one/checkpoints/last/open_clip_model.safetensors"
+    line = complaint(train("--name", "two", "--model", "RN50", "--pretrained", str(weights)), capsys)
+    assert "does not hold weights of RN50" in line
+    line = complaint(train("--name", "two", "--resume", str(tmp_path / "one"), "--loss", "siglip"), capsys)
+    assert "one" in line
+    line = complaint(train("--name", "one", *arguments), capsys)
+    assert "exists" in line and "--resume latest" in line and "--overwrite" in line
+
+
+def test_overwrite_spares_what_is_not_a_run(capsys, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("x")
+    line = complaint(train("--logs", str(tmp_path), "--name", "mine", "--overwrite"), capsys)
+    assert "is no run of leanclip" in line
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_teaches(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*command.split(), "--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "leanclip" in shown and len(shown.splitlines()) > 5
+
+
+def test_python_dash_m_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "leanclip", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0.1.0"

@@ -1,0 +1,86 @@
+from dataclasses import fields
+
+import pytest
+
+from leanclip.cli.train import parse_command, repeatable
+from leanclip.config import TrainConfig, load_toml, override, save_toml
+from leanclip.errors import UserError
+from leanclip.recipes import list_recipes, load_recipe
+from leanclip.training.defaults import PUBLISHED, fill, interpolated
+
+
+def test_flag_names_are_unique_over_the_tree():
+    config = TrainConfig()
+    names = [entry.name for part in fields(config) for entry in fields(getattr(config, part.name))]
+    assert len(names) == len(set(names))
+
+
+def test_flags_win_over_file_and_file_over_recipe(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("epochs = 3\nlr = 1\nbeta2 = 0.95\n")
+    settings = parse_command(["--recipe", "demo", "--config", str(file), "--lr", "0.5"]).settings
+    assert settings.run.epochs == 3  # the recipe says 16
+    assert settings.optim.lr == 0.5  # the file says 1
+    assert settings.optim.beta2 == 0.95
+    assert settings.model.model == "leanclip-tiny"
+
+
+def test_batch_size_per_process_replaces_the_recipes_global_one():
+    settings = parse_command(["--recipe", "demo", "--batch-size", "32"]).settings
+    assert settings.data.batch_size == 32 and settings.data.global_batch_size is None
+    with pytest.raises(UserError, match="give one"):
+        parse_command(["--batch-size", "32", "--global-batch-size", "64"])
+
+
+def test_open_clip_flags_keep_their_names():
+    settings = parse_command(
+        "--model RN50 --pretrained x.pt --train-data a --val-data b --batch-size 8 --epochs 2 --lr 1e-3 --wd 0.2"
+        " --warmup 5 --workers 3 --precision amp_bf16 --seed 7 --name n --logs l --resume latest --loss siglip"
+        " --max-steps 9".split()
+    ).settings
+    assert (settings.model.model, settings.model.pretrained, settings.data.train_data) == ("RN50", "x.pt", "a")
+    assert (settings.optim.lr, settings.optim.wd, settings.optim.warmup, settings.data.workers) == (1e-3, 0.2, 5, 3)
+    assert (settings.run.precision, settings.run.seed, settings.run.resume) == ("amp_bf16", 7, "latest")
+    assert (settings.run.loss, settings.run.max_steps, settings.data.batch_size) == ("siglip", 9, 8)
+
+
+def test_a_resolved_configuration_survives_its_file(tmp_path):
+    config = parse_command(["--loss", "fastclip-v2", "--aug-scale", "0.5", "1", "--tau-betas", "0.8", "0.9"]).settings
+    config = repeatable(fill(config, samples=1000))
+    save_toml(config, tmp_path / "config.toml")
+    assert override(TrainConfig(), load_toml(tmp_path / "config.toml"), "file") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch = 3", "unknown key 'epoch'; did you mean epochs?"),
+        ("epochs = 'many'", "epochs is 'many'; expected int"),
+        ("precision = 'fp8'", "choose from amp_bf16"),
+        ("epochs = 0", "at least 1"),
+        ("aug_scale = [0.9, 0.1]", "smallest"),
+        ("epochs = ", "not valid TOML"),
+    ],
+)
+def test_bad_toml_is_explained(tmp_path, text, message):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as found:
+        override(TrainConfig(), load_toml(path), str(path))
+    assert message in str(found.value)
+
+
+def test_every_recipe_parses_and_has_a_description():
+    recipes = list_recipes()
+    assert "demo" in dict(recipes)
+    for name, summary in recipes:
+        assert summary
+        fill(override(TrainConfig(), load_recipe(name), name), samples=3_000_000)
+
+
+def test_the_rule_passes_through_the_published_points():
+    for point in PUBLISHED:
+        assert interpolated(point.samples) == pytest.approx(point)
+    between = interpolated(5_000_000)
+    assert PUBLISHED[1].lr < between.lr < PUBLISHED[0].lr and 6.5 < between.rho < 8.5
+    assert interpolated(1000).rho == 6.5 and interpolated(10**9).rho == 16

@@ -1,0 +1,127 @@
+"""Whole runs, on the bundled data."""
+
+import json
+
+import pytest
+import torch
+from browser import find_browser, inspect_page
+from safetensors.torch import load_file
+
+import leanclip
+from leanclip.cli import main
+
+
+def command(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    assert stop.value.code == 0
+
+
+def train(logs, name, *arguments):
+    command("train", "--recipe", "demo", "--logs", logs, "--name", name, *arguments)
+    return logs / name
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+
+
+def weights(run):
+    return load_file(run / "checkpoints/last/open_clip_model.safetensors")
+
+
+def assert_same_weights(one, two):
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert torch.equal(value, two[name]), name
+
+
+def test_a_run_repeats_from_its_saved_toml(tmp_path):
+    """100 steps with augmentation and 2 workers."""
+    few = ["--max-steps", "100", "--batch-size", "16", "--log-every", "1", "--eval-every", "0", "--workers", "2"]
+    first = train(tmp_path, "first", *few, "--loss", "fastclip-v3")
+    command("train", "--config", first / "config.toml", "--name", "second", "--logs", tmp_path)
+    second = tmp_path / "second"
+    assert len(losses(first)) == 100
+    assert losses(first) == losses(second)
+    assert_same_weights(weights(first), weights(second))
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    few = ["--batch-size", "64", "--log-every", "1", "--eval-every", "0", "--workers", "0", "--loss", "fastclip-v2"]
+    whole = train(tmp_path, "whole", *few, "--max-steps", "40", "--save-every", "30")
+    (whole / "checkpoints" / "last").unlink()
+    again = tmp_path / "again"
+    again.mkdir()
+    step = whole / "checkpoints" / "step_00000030"
+    train(tmp_path, "again", *few, "--max-steps", "40", "--resume", step)
+    assert set(losses(again)) == set(range(31, 41))
+    expected = {step: loss for step, loss in losses(whole).items() if step > 30}
+    assert losses(again) == expected
+    last = load_file(whole / "checkpoints/step_00000040/open_clip_model.safetensors")
+    assert_same_weights(last, weights(again))
+
+
+def test_resume_latest_drops_the_lines_after_the_checkpoint(tmp_path):
+    few = ["--batch-size", "64", "--log-every", "1", "--eval-every", "0", "--workers", "0"]
+    run = train(tmp_path, "run", *few, "--max-steps", "6", "--warmup", "1")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 7, "loss": 1.0}\n{"kind": "tra')
+    train(tmp_path, "run", *few, "--max-steps", "8", "--warmup", "1", "--resume", "latest")
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [step for step in steps if step] == [1, 2, 3, 4, 5, 6, 7, 8, 8]  # the last evaluation is at step 8 too
+
+
+def test_a_run_is_evaluated_loaded_and_reported(tmp_path, capsys):
+    run = train(tmp_path, "run", "--max-steps", "12", "--eval-every", "6", "--workers", "0", "--loss", "siglip")
+    described = json.loads((run / "run.json").read_text())
+    assert described["status"] == "finished" and described["train_samples"] == 1830
+    assert "unseen renders of known concepts" in described["notes"][0]
+    evaluated = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval"' in line]
+    assert [line["step"] for line in evaluated] == [0, 6, 12]
+    assert any((run / "tensorboard").iterdir())
+    assert (run / "checkpoints" / "best" / "open_clip_model.safetensors").is_file()
+
+    capsys.readouterr()
+    command("evaluate", run, "--json", tmp_path / "figures.json", "--device", "cpu")
+    shown = capsys.readouterr().out
+    assert "recall@10" in shown and "unseen renders of known concepts" in shown
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures == pytest.approx(evaluated[-1]["metrics"], abs=1e-6)
+
+    model, preprocess, tokenizer = leanclip.load(run)
+    assert not model.training
+    text = model.encode_text(tokenizer(["a cat", "a dog"]))
+    assert text.shape == (2, 128) and torch.allclose(text.norm(dim=1), torch.ones(2))
+
+    command("report", run)
+    report = (run / "report.html").read_text()
+    assert "unseen renders of known concepts" in report
+    if find_browser() is None:
+        pytest.skip("no browser (chromium) on this machine: the report was written but not looked at")
+    page = inspect_page(run / "report.html", tmp_path / "report.png")
+    assert page.images >= 12 and page.broken == [] and page.console == []
+    assert len(page.charts) >= 4 and all(width > 0 and height > 0 for width, height in page.charts)
+
+
+def test_a_dry_run_says_what_would_happen_and_shows_a_batch(tmp_path, capsys):
+    train(tmp_path, "dry", "--dry-run", "--workers", "0", "--loss", "fastclip-v2")
+    shown = capsys.readouterr().out
+    for fact in ("1,830", "224 (14 an epoch, 22 of warm-up)", "leanclip-tiny", "per-sample state"):
+        assert fact in shown
+    from PIL import Image
+
+    with Image.open(tmp_path / "dry" / "dry_run.png") as picture:
+        assert picture.width > 400 and len(set(picture.convert("L").tobytes())) > 50
+    assert not (tmp_path / "dry" / "metrics.jsonl").exists()
+
+
+def test_a_locked_tower_does_not_move(tmp_path):
+    few = ["--max-steps", "3", "--batch-size", "16", "--eval-every", "0", "--workers", "0", "--warmup", "0"]
+    start = train(tmp_path, "start", *few)
+    locked = train(tmp_path, "locked", *few, "--pretrained", start, "--lock-image", "--seed", "1")
+    before, after = weights(start), weights(locked)
+    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert moved and not any(name.startswith("visual.") for name in moved)
+    assert "logit_scale" in moved  # the loss's temperature, which started from the checkpoint's
