@@ -44,6 +44,7 @@ def run(arguments: list[str]) -> None:
     device = torch.device(command.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     losses = list(LOSSES) if command.loss is None else [command.loss]
     console = Console(soft_wrap=True, highlight=False)
+    console.width = max(console.width, 110)  # wide enough for the table where the terminal's width is unknown
     table = Table(title=f"selftest on {device}, batch {command.batch_size}, dim {command.dim}: error against float64")
     for heading in ("loss", "implementation", "input", "quantity", "error", "plain PyTorch", ""):
         table.add_column(heading, justify="right" if heading in ("error", "plain PyTorch") else "left")

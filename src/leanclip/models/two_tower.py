@@ -36,10 +36,17 @@ class TwoTower(nn.Module):
         super().__init__()
         self.clip: Any = clip  # open_clip's classes share an interface but no base class
         self.name, self.config, self.tokenizer = name, config, tokenizer
+        self.image_locked = False
         self.preprocess = PreprocessCfg(**clip.visual.preprocess_cfg)
         for parameter in (clip.logit_scale, clip.logit_bias):
             if parameter is not None:
                 parameter.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "TwoTower":
+        super().train(mode)
+        if self.image_locked:  # open_clip's own way would replace the batch-norm layers, and their keys
+            self.clip.visual.eval()
+        return self
 
     def forward(self, images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return self.encode_image(images), self.encode_text(tokens)
@@ -65,8 +72,9 @@ class TwoTower(nn.Module):
         return self.tokenizer.decode([t for t in tokens.tolist() if t not in special]).strip()  # pyright: ignore[reportFunctionMemberAccess]
 
     def lock_image(self) -> None:
-        """Freeze the image tower, batch-norm statistics included."""
-        self.clip.lock_image_tower(freeze_bn_stats=True)
+        """Freeze the image tower: parameters, batch-norm statistics, dropout."""
+        self.clip.lock_image_tower()
+        self.image_locked = True
 
     def lock_text(self) -> None:
         self.clip.lock_text_tower()
@@ -99,6 +107,10 @@ def create_model(config: ModelConfig, *, siglip: bool = False) -> TwoTower:
     siglip_start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
     model_config: dict[str, Any] = siglip_start | found
     if config.force_image_size is not None:
+        if "timm_model_name" in model_config["vision_cfg"]:
+            raise UserError(
+                f"--force-image-size does not work with {name}: its image tower is timm's and has one size"
+            )
         model_config["vision_cfg"]["image_size"] = config.force_image_size
     weights, preprocess = _pretrained(config)
     return _build(name, model_config, weights, preprocess)

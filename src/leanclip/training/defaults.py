@@ -110,4 +110,7 @@ def _fill_loss(config: TrainConfig, rule: Published) -> LossConfig:
     cosine = spec.defaults.gamma_schedule == "cosine" and config.loss.gamma_schedule in (None, "cosine")
     names = (*wanted, *(("gamma_min", "gamma_decay_epochs") if cosine else ()))
     chosen = LossConfig(**{name: getattr(ruled, name) for name in names})
-    return config.loss.over(chosen.over(spec.defaults))
+    filled = config.loss.over(chosen.over(spec.defaults))
+    if config.model.pretrained is None:
+        return filled
+    return replace(filled, tau=config.loss.tau, bias=config.loss.bias)  # else the checkpoint's own

@@ -1,6 +1,7 @@
 """From a configuration to the pieces of a run."""
 
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,6 +63,11 @@ def set_up(config: TrainConfig) -> Job:
     device = _device(run.device)
     resume_from = None if run.resume is None else find_checkpoint(run.resume, Path(run.logs) / run.name)
 
+    if device.type == "cpu" and config.data.workers:
+        # Loader workers and compute threads beyond the number of cores make every step wait for the scheduler.
+        cores = os.cpu_count() or 1
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), cores - config.data.workers)))
+
     torch.manual_seed(run.seed)
     start = config.model if resume_from is None else replace(config.model, pretrained=str(resume_from))
     model = create_model(start, siglip=run.loss == "siglip")
@@ -105,17 +111,13 @@ def _device(name: str) -> torch.device:
 
 
 def _starting_temperature(config: TrainConfig, model: TwoTower) -> LossConfig:
-    """Fine-tuning starts from the checkpoint's temperature (and bias), unless the user says otherwise."""
-    spec = spec_of(config.run.loss)
-    untouched = config.loss.tau == spec.defaults.tau
-    if config.model.pretrained is None or not untouched:
-        return config.loss
+    """Fine-tuning starts from the checkpoint's temperature (and bias): `fill` left them open for that."""
+    defaults = spec_of(config.run.loss).defaults
     low, high = config.loss.tau_min or 0.0, config.loss.tau_max or math.inf
-    chosen = replace(config.loss, tau=min(max(model.temperature(), low), high))
-    bias = model.bias()
-    if config.run.loss == "siglip" and bias is not None and config.loss.bias == spec.defaults.bias:
-        chosen = replace(chosen, bias=bias)
-    return chosen
+    found = LossConfig(tau=min(max(model.temperature(), low), high))
+    if defaults.bias is not None:
+        found = replace(found, bias=model.bias())
+    return config.loss.over(found.over(defaults))
 
 
 def _lock(model: TwoTower, config: TrainConfig) -> None:
