@@ -1,0 +1,115 @@
+"""Every recipe parses, fits its loss, holds the published numbers and says in its header what it is."""
+
+from dataclasses import asdict
+
+import pytest
+
+from leanclip.config import override
+from leanclip.losses import loss_from_config
+from leanclip.recipes import DIRECTORY, list_recipes, load_recipe
+from leanclip.training import TrainConfig
+from leanclip.training.defaults import PUBLISHED
+
+NAMES = [name for name, _ in list_recipes() if name != "demo"]
+PUBLISHED_NAMES = [name for name in NAMES if "/" in name]
+
+SETTINGS = {
+    "cc3m": {
+        "model": "RN50", "global_batch_size": 8 * 128, "epochs": 37, "warmup": 10_000, "lr": 1e-3, "wd": 0.1,
+        "beta1": 0.9, "beta2": 0.999, "eps_opt": 1e-8,
+    },
+    "cc12m": {
+        "model": "ViT-B-32", "global_batch_size": 8 * 256, "epochs": 33, "warmup": 10_000, "lr": 4e-4, "wd": 0.1,
+        "beta1": 0.9, "beta2": 0.98, "eps_opt": 1e-6,
+    },
+    "laion400m": {
+        "model": "ViT-B-16", "global_batch_size": 16 * 320, "epochs": 30, "warmup": 13_200, "lr": 2e-4,
+        "lr_floor": 4e-5, "wd": 0.2, "beta1": 0.9, "beta2": 0.98, "eps_opt": 1e-6,
+    },
+}  # fmt: skip
+COSINE = {
+    "cc3m": {"gamma_schedule": "cosine", "gamma_min": 0.2, "gamma_decay_epochs": 18, "eps": 1e-14},
+    "cc12m": {"gamma_schedule": "cosine", "gamma_min": 0.2, "gamma_decay_epochs": 16, "eps": 1e-14},
+    "laion400m": {"gamma_schedule": "cosine", "gamma_min": 0.8, "gamma_decay_epochs": 10, "eps": 1e-6},
+}
+V3 = {
+    "cc3m": {"tau": 0.07, "lr_tau": 2e-4, "rho": 6.5, "tau_gradient": "published"},
+    "cc12m": {"tau": 0.07, "lr_tau": 1e-4, "rho": 8.5, "tau_gradient": "published"},
+    "laion400m": {"tau": 0.07, "lr_tau": 5e-5, "rho": 16.0, "tau_gradient": "published"},
+}
+RESULTS = {
+    "sogclr/cc3m": "16.90", "fastclip-v1/cc3m": "18.86", "isogclr/cc3m": "17.05", "fastclip-v2/cc3m": "18.52",
+    "openclip/cc3m": "14.72", "fastclip-v3/cc3m": "19.10", "sogclr/cc12m": "22.98", "fastclip-v1/cc12m": "24.26",
+    "isogclr/cc12m": "24.96", "fastclip-v2/cc12m": "25.52", "openclip/cc12m": "21.09", "fastclip-v3/cc12m": "24.78",
+    "openclip/laion400m": "62.92", "fastclip-v3/laion400m": "64.49", "fastclip-v0/cc3m": "none",
+}  # fmt: skip
+
+
+def header(name: str) -> list[str]:
+    lines = (DIRECTORY / f"{name}.toml").read_text().splitlines()
+    return lines[: lines.index("")]
+
+
+def test_every_published_setting_has_its_recipe():
+    assert set(PUBLISHED_NAMES) == set(RESULTS)
+    assert {"small", "finetune"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "demo"])
+def test_recipe_fits_its_loss(name):
+    config = override(TrainConfig(), load_recipe(name), f"recipe {name}")
+    loss = loss_from_config(config.run.loss, config.loss, num_samples=10)
+    family = name.split("/")[0]
+    assert "/" not in name or loss.name == {"openclip": "infonce"}.get(family, family)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_header_says_what_the_recipe_is(name):
+    summary, command, hardware, published, ours = header(name)
+    assert len(summary) > 20
+    assert command.startswith(f"# Command:          leanclip train --recipe {name} --")
+    assert hardware.startswith("# Hardware:         ")
+    assert published.startswith("# Published result: ")
+    assert ours.startswith("# Our result:       ")
+
+
+@pytest.mark.parametrize("name", PUBLISHED_NAMES)
+def test_published_numbers(name):
+    family, data = name.split("/")
+    values = load_recipe(name)
+    expected = dict(SETTINGS[data])
+    if family.startswith("fastclip"):
+        expected |= COSINE[data]
+    if family == "fastclip-v3":
+        expected |= V3[data]
+    if name == "fastclip-v2/cc3m":
+        expected |= {"tau": 0.03, "lr_tau": 0.0133, "rho": 7.0, "tau_adam": "published"}
+    assert expected.items() <= values.items()
+    result = header(name)[3].removeprefix("# Published result: ")
+    assert result.startswith(RESULTS[name])
+    metric = "ImageNet top-1" if data == "laion400m" else "over ImageNet and its variants"
+    assert metric in result or RESULTS[name] == "none"
+
+
+@pytest.mark.parametrize("name", PUBLISHED_NAMES)
+def test_per_sample_adam_takes_the_models_settings(name):
+    values = load_recipe(name)
+    if values["loss"] in ("isogclr", "fastclip-v2"):
+        assert values["tau_betas"] == [values["beta1"], values["beta2"]]
+        assert values["tau_adam_eps"] == values["eps_opt"]
+
+
+def test_recipes_and_the_rule_for_open_values_agree():
+    for data, point in zip(SETTINGS, PUBLISHED, strict=True):
+        values = load_recipe(f"fastclip-v3/{data}")
+        shared = {key: value for key, value in point._asdict().items() if key in values}
+        assert set(shared) == {"lr", "lr_tau", "rho", "gamma_min"}
+        assert shared.items() <= values.items()
+        assert values["gamma_decay_epochs"] / values["epochs"] == pytest.approx(point.decay_share)
+
+
+def test_a_hyper_parameter_of_another_loss_is_refused():
+    config = override(TrainConfig(), {**load_recipe("openclip/cc3m"), "rho": 6.5}, "test")
+    assert asdict(config.loss)["rho"] == 6.5
+    with pytest.raises(ValueError, match="no hyper-parameter 'rho'"):
+        loss_from_config(config.run.loss, config.loss, num_samples=10)
