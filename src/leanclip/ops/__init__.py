@@ -4,6 +4,7 @@
 normaliser. `implementation(name, ...)` picks who computes them.
 """
 
+from leanclip.ops.maxima import row_maxima
 from leanclip.ops.selection import IMPLEMENTATIONS, available, implementation
 from leanclip.ops.types import Gradients, Implementation, Pairs, Pairwise, Statistics, Terms
 
@@ -17,4 +18,5 @@ __all__ = [
     "Terms",
     "available",
     "implementation",
+    "row_maxima",
 ]

@@ -6,6 +6,7 @@ Peak extra memory: the results, one block of weights (WEIGHT_BYTES) and the part
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -24,7 +25,6 @@ from leanclip.ops.types import Gradients, Pairs, Pairwise, Statistics, Terms
 PARTIAL_BYTES = 128 << 20
 WEIGHT_BYTES = 256 << 20
 LONGEST_STRIP = 32
-FORM = 1
 # Off only in tests: the interpreter can run the fast forms in float32 alone.
 PRECISE_FLOAT32 = True
 
@@ -40,6 +40,8 @@ class _Launch(NamedTuple):
     @classmethod
     def of(cls, rows: Tensor, cols: Tensor, pairs: Pairs) -> "_Launch":
         capability = _capability(rows.get_device()) if rows.is_cuda else 0
+        if capability:
+            _bind_context(rows.device)
         return cls(rows.detach().contiguous(), cols.detach().contiguous(), pairs, capability)
 
     def transposed(self) -> "_Launch":
@@ -105,6 +107,17 @@ def _capability(device: int) -> int:
 @functools.cache
 def _num_processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_bound = threading.local()
+
+
+def _bind_context(device: torch.device) -> None:
+    """Triton describes tensors to the copy engine before anything binds the device to a new thread (autograd's)."""
+    if getattr(_bound, "device", None) != device:
+        with torch.cuda.device(device):
+            torch.cuda.Event().record()
+        _bound.device = device
 
 
 def statistics(
@@ -364,7 +377,6 @@ def pairwise(
                     **config.blocks(),
                     "WANTED": any(needs),
                     "PRECISE": launch.precise,
-                    "FORM": 0 if launch.precise else FORM,
                     "TMA": launch.tma,
                 },
                 config.options(),

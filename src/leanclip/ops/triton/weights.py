@@ -178,49 +178,32 @@ def log_one_plus(x):
 
 
 @triton.jit
-def log2_one_plus(x):
-    """log2(1 + x) for x in [0, 1] with relative error 1.3e-6."""
-    p = x * 0.014140978455543518 - 0.0664016604423523
-    p = p * x + 0.1492237150669098
-    p = p * x - 0.23503851890563965
-    p = p * x + 0.3310944736003876
-    p = p * x - 0.4998696446418762
-    p = p * x + 0.9999987483024597
-    return p * (x * LOG2_E)
-
-
-@triton.jit
 def join_products(a, b):
-    """(1 + a)(1 + b) - 1, without the cancellation."""
+    """(1 + a)(1 + b) - 1 without cancellation."""
     return a + (a * b + b)
 
 
 @triton.jit
-def sigmoid_sums_a(similarity, scale, bias):
-    t = similarity * (scale * LOG2_E) + bias * LOG2_E
-    softplus = tl.maximum(t, 0.0) + log2_one_plus(tl.exp2(-tl.abs(t)))
-    return tl.exp2(t - softplus), tl.sum(softplus, 1) * LN_2
+def sigmoid_and_softplus(similarity, scale, bias, PRECISE: tl.constexpr):
+    """sigmoid(z) and the rows' sums of softplus(z) = max(z, 0) + log(1 + exp(-|z|)), for z = scale s + bias.
 
-
-@triton.jit
-def sigmoid_sums_b(similarity, scale, bias):
-    t = similarity * (scale * LOG2_E) + bias * LOG2_E
-    small = tl.exp2(-tl.abs(t))
-    root = tl.rsqrt(1.0 + small)
-    sigmoid = tl.where(t >= 0, 1.0, small) * (root * root)
-    product = tl.reduce(small, 1, join_products)
-    positive = tl.sum(tl.maximum(t, 0.0), 1)
-    return sigmoid, positive * LN_2 + tl.log(1.0 + product)
-
-
-@triton.jit
-def sigmoid_sums_c(similarity, scale, bias):
-    t = similarity * (scale * LOG2_E) + bias * LOG2_E
-    small = tl.exp2(-tl.abs(t))
-    softplus = tl.maximum(t, 0.0) + log2_one_plus(small)
-    root = tl.rsqrt(1.0 + small)
-    sigmoid = tl.where(t >= 0, 1.0, small) * (root * root)
-    return sigmoid, tl.sum(softplus, 1) * LN_2
+    The fast form takes one logarithm per row, of the product of all 1 + exp(-|z|); each is at most 2, so that float32
+    holds the product over 64 columns and more. 1 / (1 + x) comes from a reciprocal root: division costs far more.
+    """
+    if PRECISE:
+        logits = similarity * scale + bias
+        small = exponential(-tl.abs(logits), True)
+        sigmoid = tl.where(logits >= 0, 1.0, small) / (1.0 + small)
+        softplus = tl.sum(tl.maximum(logits, 0.0) + log_one_plus(small), 1)
+    else:
+        power = similarity * (scale * LOG2_E) + bias * LOG2_E
+        small = tl.exp2(-tl.abs(power))
+        root = tl.rsqrt(1.0 + small)
+        sigmoid = tl.where(power >= 0, 1.0, small) * (root * root)
+        product = tl.reduce(small, 1, join_products)
+        logarithm = tl.where(product < 1.0, log_one_plus(product), tl.log(1.0 + product))
+        softplus = tl.sum(tl.maximum(power, 0.0), 1) * LN_2 + logarithm
+    return sigmoid, softplus
 
 
 @triton.jit
@@ -253,7 +236,6 @@ def pairwise_kernel(
     MASK_POSITIVES: tl.constexpr,
     GROUPS: tl.constexpr,
     WANTED: tl.constexpr,
-    FORM: tl.constexpr,
     TMA: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
@@ -283,21 +265,8 @@ def pairwise_kernel(
     for side in tl.static_range(2):
         part_col = col + side * HALF
         part = parts[side]
-        if FORM == 0:
-            logits = part * scale_value + bias_value
-            small = exponential(-tl.abs(logits), True)
-            softplus_sum += tl.sum(tl.maximum(logits, 0.0) + log_one_plus(small), 1)
-            inverse = 1.0 / (1.0 + small)
-            sigmoid = tl.where(logits >= 0, inverse, small * inverse)
-        elif FORM == 1:
-            sigmoid, sp = sigmoid_sums_a(part, scale_value, bias_value)
-            softplus_sum += sp
-        elif FORM == 2:
-            sigmoid, sp = sigmoid_sums_b(part, scale_value, bias_value)
-            softplus_sum += sp
-        else:
-            sigmoid, sp = sigmoid_sums_c(part, scale_value, bias_value)
-            softplus_sum += sp
+        sigmoid, softplus = sigmoid_and_softplus(part, scale_value, bias_value, PRECISE)
+        softplus_sum += softplus
         sigmoid_sum += tl.sum(sigmoid, 1)
         weighted_sum += tl.sum(sigmoid * part, 1)
         if WANTED:

@@ -1,0 +1,294 @@
+"""Time and peak extra memory of one loss, forward and backward, against what people use today.
+
+    python benchmarks/bench_loss.py                      # the whole table, on a GPU
+    python benchmarks/bench_loss.py --quick              # seconds, on any machine
+    python benchmarks/bench_loss.py --plot               # draw the newest results, measure nothing
+
+The floor is arithmetic alone: 8 B^2 d operations for contrastive losses (similarities twice, two products), 6 B^2 d
+for the sigmoid loss, at the rate of a large matrix product measured in the same run.
+"""
+
+import argparse
+import csv
+import datetime
+import functools
+import gc
+import importlib.metadata
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import leanclip
+
+RESULTS = Path(__file__).parent / "results"
+OPERATIONS = {"infonce": 8, "siglip": 6, "fastclip-v2": 8, "fastclip-v3": 8}
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    date: str
+    device: str
+    torch: str
+    triton: str
+    leanclip: str
+    loss: str
+    provider: str
+    dtype: str
+    batch: int
+    dim: int
+    median_ms: float | None  # None: out of memory
+    low_ms: float | None  # 20th percentile
+    high_ms: float | None  # 80th percentile
+    extra_mib: float | None  # None where the device does not count it
+    floor_ms: float
+    times_floor: float | None
+
+
+class Case:
+    """Embeddings that ask for gradients, and the parameters of the peers' losses."""
+
+    def __init__(self, loss: str, batch: int, dim: int, dtype: torch.dtype, device: str) -> None:
+        self.loss, self.batch, self.dim = loss, batch, dim
+        torch.manual_seed(0)
+        self.image, self.text = (
+            F.normalize(torch.randn(batch, dim, device=device), dim=1).to(dtype).requires_grad_() for _ in range(2)
+        )
+        self.log_scale = torch.tensor(2.659, device=device, requires_grad=True)
+        self.bias = torch.tensor(-10.0, device=device, requires_grad=True)
+
+    def clear(self) -> None:
+        for tensor in (self.image, self.text, self.log_scale, self.bias):
+            tensor.grad = None
+
+
+def ours(case: Case, implementation: str = "auto") -> Step:
+    stateful = case.loss.startswith("fastclip")
+    hyper: dict[str, Any] = {"num_samples": case.batch} if stateful else {}
+    loss = leanclip.create_loss(case.loss, implementation=implementation, **hyper).to(case.image.device)
+    ids = torch.arange(case.batch, device=case.image.device) if stateful else None
+    if stateful:
+        loss.set_epoch(0, 2)
+
+    def step() -> None:
+        loss.zero_grad()
+        loss(case.image, case.text, ids).loss.backward()
+
+    return step
+
+
+def open_clip(case: Case, *, compiled: bool) -> Step:
+    from open_clip.loss import ClipLoss, SigLipLoss
+
+    function: Any = SigLipLoss() if case.loss == "siglip" else ClipLoss()
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(function)
+
+    def step() -> None:
+        bias = (case.bias,) if case.loss == "siglip" else ()
+        function(case.image, case.text, case.log_scale.exp(), *bias).backward()
+
+    return step
+
+
+def inf_cl(case: Case) -> Step:
+    from inf_cl import cal_flash_loss  # pyright: ignore[reportMissingImports]
+
+    def step() -> None:
+        scale = case.log_scale.exp()
+        both = cal_flash_loss(case.image, case.text, scale=scale) + cal_flash_loss(case.text, case.image, scale=scale)
+        (both.mean() / 2).backward()
+
+    return step
+
+
+def providers(loss: str) -> dict[str, Callable[[Case], Step]]:
+    found: dict[str, Callable[[Case], Step]] = {"leanclip": ours}
+    if loss in ("infonce", "siglip"):
+        found["open_clip"] = functools.partial(open_clip, compiled=False)
+        found["open_clip compiled"] = functools.partial(open_clip, compiled=True)
+    if loss == "infonce":
+        found["leanclip tiled"] = functools.partial(ours, implementation="tiled")
+        found["inf_cl"] = inf_cl
+    return found
+
+
+def measure(case: Case, step: Step, repeats: int) -> tuple[list[float], float | None]:
+    """Milliseconds of each repeat, and the peak memory in MiB above what was allocated before."""
+    cuda = case.image.is_cuda
+    for _ in range(3 if cuda else 1):
+        case.clear()
+        step()
+    case.clear()
+    extra = None
+    if cuda:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        extra = (torch.cuda.max_memory_allocated() - before) / 2**20
+    times = []
+    for _ in range(repeats):
+        case.clear()
+        times.append(_milliseconds(step, cuda))
+    return times, extra
+
+
+def _milliseconds(step: Step, cuda: bool) -> float:
+    if not cuda:
+        start = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - start)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    step()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def matmul_rate(device: str, dtype: torch.dtype) -> float:
+    """Operations per millisecond of a large product."""
+    size = 8192 if device == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    return 2 * size**3 / statistics.median(_milliseconds(lambda: a @ b, device == "cuda") for _ in range(20))
+
+
+def bench(args: argparse.Namespace) -> list[Row]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    rate = matmul_rate(device, dtype)
+    print(f"{_device_name(device)}: {rate / 1e9:.0f} TFLOP/s in a large {str(dtype)[6:]} product")
+    rows = []
+    for loss in args.losses:
+        for dim in args.dims:
+            for batch in args.batches:
+                for provider, build in providers(loss).items():
+                    if args.providers and provider not in args.providers:
+                        continue
+                    if provider != "leanclip" and batch > args.largest_for_peers:
+                        continue
+                    row = _bench_one(loss, batch, dim, dtype, device, provider, build, rate, args.repeats)
+                    rows += [row] if row else []
+    return rows
+
+
+def _bench_one(
+    loss: str,
+    batch: int,
+    dim: int,
+    dtype: torch.dtype,
+    device: str,
+    provider: str,
+    build: Callable[[Case], Step],
+    rate: float,
+    repeats: int,
+) -> Row | None:
+    floor = OPERATIONS[loss] * batch**2 * dim / rate
+    times: list[float] = []
+    extra = None
+    try:
+        case = Case(loss, batch, dim, dtype, device)
+        times, extra = measure(case, build(case), repeats)
+    except torch.cuda.OutOfMemoryError:
+        print(f"{loss} {provider} B={batch} d={dim}: out of memory")
+    except (ImportError, RuntimeError, AssertionError) as error:
+        print(f"{loss} {provider} B={batch} d={dim}: skipped, {type(error).__name__}: {str(error)[:200]}")
+        return None
+    finally:
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    low, median, high = _percentiles(times)
+    row = Row(
+        date=datetime.date.today().isoformat(),
+        device=_device_name(device),
+        torch=torch.__version__,
+        triton=_version("triton"),
+        leanclip=_version("leanclip"),
+        loss=loss,
+        provider=provider,
+        dtype=str(dtype)[6:],
+        batch=batch,
+        dim=dim,
+        median_ms=median,
+        low_ms=low,
+        high_ms=high,
+        extra_mib=None if extra is None else round(extra, 1),
+        floor_ms=round(floor, 4),
+        times_floor=None if median is None else round(median / floor, 3),
+    )
+    memory = "" if extra is None else f"{extra / 1024:8.2f} GiB"
+    speed = "" if median is None else f"{median:10.3f} ms {median / floor:7.2f}x floor"
+    print(f"{loss:12s} {provider:20s} B={batch:<7d} d={dim:<5d} {speed} {memory}", flush=True)
+    return row
+
+
+def _percentiles(times: list[float]) -> tuple[float | None, float | None, float | None]:
+    if not times:
+        return None, None, None
+    ordered = sorted(times)
+    low, high = ordered[len(ordered) // 5], ordered[-1 - len(ordered) // 5]
+    return round(low, 4), round(statistics.median(ordered), 4), round(high, 4)
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def append(rows: list[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--losses", nargs="+", default=["infonce", "siglip"], choices=sorted(OPERATIONS))
+    parser.add_argument("--batches", nargs="+", type=int, default=[4096, 8192, 16384, 32768, 65536, 131072, 262144])
+    parser.add_argument("--dims", nargs="+", type=int, default=[512])
+    parser.add_argument("--providers", nargs="+", default=[], help="default: all that can be imported")
+    parser.add_argument("--largest-for-peers", type=int, default=65536)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--output", type=Path, default=RESULTS / "loss.csv")
+    parser.add_argument("--quick", action="store_true", help="small sizes, eager peers, results not kept")
+    parser.add_argument("--plot", action="store_true", help="draw the results to loss.svg beside them")
+    args = parser.parse_args(arguments)
+    if args.plot:
+        from plot_loss import draw
+
+        draw(args.output)
+        return 0
+    if args.quick:
+        args.batches, args.dims, args.repeats = [256, 1024], [64], 3
+        args.providers = ["leanclip", "open_clip", "leanclip tiled"]
+    rows = bench(args)
+    if not args.quick:
+        append(rows, args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""The fused kernels without a GPU: their results in Triton's interpreter, and that they compile for each chip."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from leanclip.ops import Pairs, Terms, available, implementation
+
+triton = pytest.importorskip("triton")
+
+
+def test_the_kernels_pass_in_the_interpreter():
+    path = Path(__file__).with_name("interpreted_ops.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", str(path)]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch):
+    """Call `compiled(capability, compute)`: what `compute` would launch on that chip, compiled for it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from leanclip.ops import products
+    from leanclip.ops.triton import launch
+
+    def compile_for(capability: int, compute: Any) -> list[Any]:
+        kernels = []
+
+        def record(function: Any, grid: Any, arguments: tuple[Any, ...], constants: Any, options: Any) -> None:
+            names = function.arg_names
+            signature = dict(zip(names, map(_type_name, arguments), strict=False))
+            signature |= dict.fromkeys(names[len(arguments) :], "constexpr")
+            attributes = {
+                (at,): [["tt.divisibility", 16]]
+                for at, value in enumerate(arguments)
+                if (isinstance(value, Tensor) and value.data_ptr() % 16 == 0)
+                or (isinstance(value, int) and value % 16 == 0)
+            }
+            source = ASTSource(function, signature, constants, attributes)
+            target = GPUTarget("cuda", capability, 32)
+            kernels.append(triton.compile(source, target=target, options=options))
+
+        monkeypatch.setattr(launch, "run", record)
+        monkeypatch.setattr(launch, "_num_processors", lambda device: 100)
+        monkeypatch.setattr(launch._Launch, "device", lambda self: torch.no_grad())
+        monkeypatch.setattr(launch._Launch, "of", lambda x, y, pairs: launch._Launch(x, y, pairs, capability))
+        monkeypatch.setattr(products, "accumulate", lambda *args, **more: None)
+        compute(launch)
+        return kernels
+
+    return compile_for
+
+
+def _type_name(argument: Any) -> str:
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64"}
+    if isinstance(argument, int):
+        return "i32"
+    if isinstance(argument, Tensor):
+        return f"*{names[argument.dtype]}"
+    return f"tensordesc<{names[argument.base.dtype]}{argument.block_shape}>".replace(" ", "")
+
+
+def _infonce(launch: Any) -> None:
+    x, y, scale, log_weight = _embeddings()
+    pairs = Pairs(mask_positives=True)
+    launch.statistics(x, y, scale, scale, pairs=pairs)
+    launch.gradients(x, y, Terms(scale, log_weight), Terms(scale, log_weight), log_weight, pairs=pairs)
+
+
+def _own_temperatures(launch: Any) -> None:
+    x, y, scale, log_weight = _embeddings()
+    scale = scale.expand(len(x)).contiguous()
+    pairs = Pairs(mask_positives=True)
+    launch.statistics(x, y, scale, scale, pairs=pairs)
+    launch.gradients(x, y, Terms(scale, log_weight), Terms(scale, log_weight), log_weight, pairs=pairs)
+
+
+def _siglip(launch: Any) -> None:
+    x, y, scale, log_weight = _embeddings()
+    launch.pairwise(x, y, scale, scale, scale, log_weight, pairs=Pairs())
+
+
+def _embeddings() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (*torch.zeros(2, 512, 512, dtype=torch.bfloat16), torch.tensor(10.0), torch.zeros(512))
+
+
+@pytest.mark.parametrize("compute", [_infonce, _own_temperatures, _siglip])
+@pytest.mark.parametrize("capability", [80, 86, 89, 90])
+def test_the_kernels_compile_within_shared_memory(compiled: Any, capability: int, compute: Any):
+    from leanclip.ops.triton.configs import SHARED_MEMORY
+
+    kernels = compiled(capability, compute)
+    assert kernels
+    for kernel in kernels:
+        assert kernel.metadata.shared <= SHARED_MEMORY[capability], kernel.metadata.name
+        matrix_unit = "wgmma" if capability >= 90 else "mma.sync"
+        if kernel.metadata.name not in ("largest_norms", "finish"):
+            assert re.search(matrix_unit, kernel.asm["ptx"]), f"{kernel.metadata.name} does without {matrix_unit}"
+
+
+def test_triton_says_why_it_cannot_run():
+    with pytest.raises(ValueError, match=r"needs an NVIDIA GPU, the embeddings are on cpu; use 'auto' or 'tiled'"):
+        implementation("triton", torch.zeros(4, 8))
+    with pytest.raises(ValueError, match=r"float32, float16 and bfloat16 embeddings, got torch\.float64"):
+        implementation("triton", torch.zeros(4, 8, dtype=torch.float64))
+    with pytest.raises(ValueError, match="unknown implementation 'cuda'; choose from auto, reference, tiled, triton"):
+        implementation("cuda", torch.zeros(4, 8))
+
+
+def test_auto_is_tiled_on_a_cpu():
+    assert available(torch.zeros(4, 8)) == ["reference", "tiled"]
+    assert implementation("auto", torch.zeros(4, 8))[0] == "tiled"
+
+
+def test_importing_the_engine_does_not_import_the_kernels():
+    code = "import sys, leanclip.ops; sys.exit('leanclip.ops.triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
