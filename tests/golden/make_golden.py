@@ -21,12 +21,11 @@ LOSSES = ("infonce", "siglip", "fastclip-v3")
 
 
 def golden_arguments(loss: str, logs: Path) -> list[str]:
-    return [
-        "train", "--model", str(MODEL), "--pretrained", str(WEIGHTS), "--loss", loss, "--tau", "0.07",
-        "--precision", "fp64",        "--max-steps", "20", "--epochs", "4", "--batch-size", "32", "--lr", "1e-2", "--warmup", "4", "--workers", "0",
-        "--aug-scale", "0.5", "1", "--log-every", "1", "--eval-every", "0", "--device", "cpu", "--logs", str(logs),
-        "--name", loss,
-    ]  # fmt: skip
+    return (
+        f"train --model {MODEL} --pretrained {WEIGHTS} --loss {loss} --tau 0.07 --precision fp64 --max-steps 20 --epochs 4"
+        " --batch-size 32 --lr 1e-2 --warmup 4 --workers 0 --aug-scale 0.5 1 --log-every 1 --eval-every 0 --device cpu"
+        f" --logs {logs} --name {loss}"
+    ).split()
 
 
 def curve(loss: str, logs: Path) -> list[float]:

@@ -23,6 +23,9 @@ class LossConfig:
     """How strongly the temperature is kept from shrinking (isogclr, fastclip-v2, fastclip-v3)."""
     eps: float | None = None
     """Added to the running estimate before it divides (1e-14)."""
+    eps_form: Literal["plain", "published"] | None = None
+    """isogclr, fastclip-v2: add eps to u (plain), or eps times the largest term that the sample ever met, as the
+    published code does: that mutes samples that once were very wrong, and costs a third more time."""
     gamma_min: float | None = None
     """Inner learning rate after its schedule: the weight of a sample's newest batch in its running estimate."""
     gamma_schedule: GammaSchedule | None = None

@@ -22,7 +22,7 @@ from leanclip.losses.attach import AttachGradients
 from leanclip.losses.base import ContrastiveLoss, work_dtype
 from leanclip.losses.gamma import InnerRate
 from leanclip.losses.normalizer import Normalizer
-from leanclip.losses.output import LossOutput
+from leanclip.losses.output import LossOutput, Metric, Metrics
 from leanclip.losses.sample_state import SampleState
 from leanclip.losses.temperature import Anchors, ConstantTemperature, GlobalTemperature, IndividualTemperature
 
@@ -83,11 +83,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             taus = self._taus(ids, dtype)
             positive = (image.to(dtype) * text.to(dtype)).sum(1)
             statistics = engine.statistics(image, text, 1 / taus["image"], 1 / taus["text"], pairs=pairs)
+            shifts = self._shifts(image, text, positive, taus, ids)
             anchors = [
-                self._anchors(taus[side], found, positive, self._estimate(side, ids))
+                self._anchors(taus[side], found, positive, self._estimate(side, ids), shifts.get(side))
                 for side, found in zip(SIDES, statistics, strict=True)
             ]
-            slopes = self._learn(anchors, ids)
+            slopes = self._learn(anchors, shifts, ids)
             (by_image, image_diagonal), (by_text, text_diagonal) = (self._weights(a, positive) for a in anchors)
             value = self.value(*anchors)
 
@@ -149,22 +150,44 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def _estimate(self, side: str, ids: dict[str, Tensor]) -> Tensor | None:
         return None if self.state is None else self.state.read(f"log_u_{side}", ids[side])
 
+    def _shifts(
+        self, image: Tensor, text: Tensor, positive: Tensor, taus: dict[str, Tensor], ids: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The largest exponent that each sample ever met, where `eps_form` asks for it."""
+        if self.state is None or "shift_image" not in self.state.initial:
+            return {}
+        largest = {"image": ops.row_maxima(image, text), "text": ops.row_maxima(text, image)}
+        return {
+            side: torch.maximum(
+                self.state.read(f"shift_{side}", ids[side]).to(positive.dtype),
+                (largest[side] - positive) / taus[side],
+            )
+            for side in SIDES
+        }
+
     def _anchors(
-        self, tau: Tensor, statistics: ops.Statistics | None, positive: Tensor, log_u: Tensor | None
+        self,
+        tau: Tensor,
+        statistics: ops.Statistics | None,
+        positive: Tensor,
+        log_u: Tensor | None,
+        shift: Tensor | None,
     ) -> Anchors:
         assert statistics is not None
         negatives = max(len(positive) - 1, 1)
         log_g = statistics.log_sum - positive / tau - math.log(negatives)
-        log_norm, log_u = self.normalizer(log_g, log_u, negatives=negatives, gamma=self.gamma)
+        log_norm, log_u = self.normalizer(log_g, log_u, negatives=negatives, gamma=self.gamma, shift=shift)
         return Anchors(tau, log_g, (statistics.mean - positive) / tau, log_norm, log_u)
 
-    def _learn(self, anchors: list[Anchors], ids: dict[str, Tensor]) -> Tensor:
+    def _learn(self, anchors: list[Anchors], shifts: dict[str, Tensor], ids: dict[str, Tensor]) -> Tensor:
         """Store what the step taught in the per-sample state; return the gradient of the global temperature."""
         if self.state is not None and self.training:
             values: dict[str, Tensor] = {}
             where: dict[str, Tensor] = {}
             for side, anchor in zip(SIDES, anchors, strict=True):
                 found = {f"log_u_{side}": anchor.log_u}
+                if side in shifts:
+                    found[f"shift_{side}"] = shifts[side]
                 if isinstance(self.temperature_rule, IndividualTemperature):
                     found |= self.temperature_rule.update(self.state, side, ids[side], anchor, self.epoch)
                 values |= found
@@ -187,18 +210,23 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             return self.temperature_rule.log_inv_tau.reshape(1)
         return like.new_zeros(0)
 
-    def _metrics(self, anchors: list[Anchors], implementation: str) -> dict[str, Tensor | float | str]:
-        image, text = anchors
-        metrics: dict[str, Tensor | float | str] = {
-            "tau": 0.5 * (image.tau.mean() + text.tau.mean()),
+    def _metrics(self, anchors: list[Anchors], implementation: str) -> Metrics:
+        def both(name: str) -> Tensor:
+            return torch.cat([getattr(anchor, name) for anchor in anchors])
+
+        log_negatives = math.log(max(len(anchors[0].log_g) - 1, 1))
+        metrics: dict[str, Metric] = {
+            "tau": lambda: 0.5 * (anchors[0].tau.mean() + anchors[1].tau.mean()),
+            "effective_negatives": lambda: (both("log_g") + log_negatives - both("mean_l")).mean().exp(),
             "implementation": implementation,
         }
-        if self.state is not None:
-            log_u = torch.cat([image.log_u, text.log_u])
+        state, gamma = self.state, self.gamma
+        if state is not None:
             metrics |= {
-                "gamma": self.gamma,
-                "log_u_mean": log_u.mean(),
-                "log_u_spread": log_u.std(correction=0),
-                "never_visited": 1 - self.state.visited / self.state.num_samples,
+                "gamma": gamma,
+                "log_u_mean": lambda: both("log_u").mean(),
+                "log_u_spread": lambda: both("log_u").std(correction=0),
+                "estimate_gap": lambda: (both("log_g") - both("log_u")).abs().mean(),
+                "never_visited": lambda: 1 - state.visited / state.num_samples,
             }
-        return metrics
+        return Metrics(metrics)

@@ -10,29 +10,41 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from leanclip.ops.reference import softplus
+
 
 class Normalizer(Protocol):
-    def __call__(self, log_g: Tensor, log_u: Tensor | None, *, negatives: int, gamma: float) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, log_g: Tensor, log_u: Tensor | None, *, negatives: int, gamma: float, shift: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """The log of what g is divided by, and log u to be stored (log g itself where nothing is stored)."""
         ...
 
 
-def batch(log_g: Tensor, log_u: Tensor | None, *, negatives: int, gamma: float) -> tuple[Tensor, Tensor]:
+def batch(
+    log_g: Tensor, log_u: Tensor | None, *, negatives: int, gamma: float, shift: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """InfoNCE: (1 + (B-1) g) / (B-1), the softmax's denominator."""
     log_negatives = math.log(max(negatives, 1))
-    return torch.nn.functional.softplus(log_g + log_negatives) - log_negatives, log_g
+    return softplus(log_g + log_negatives) - log_negatives, log_g
 
 
 class RunningEstimate:
-    """eps + u with u <- (1 - gamma) u + gamma g, and u = g on a sample's first visit."""
+    """eps + u with u <- (1 - gamma) u + gamma g, and u = g on a sample's first visit.
+
+    With a `shift` it is eps exp(shift) + u.
+    """
 
     def __init__(self, eps: float) -> None:
         self.log_eps = math.log(eps)
 
-    def __call__(self, log_g: Tensor, log_u: Tensor | None, *, negatives: int, gamma: float) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, log_g: Tensor, log_u: Tensor | None, *, negatives: int, gamma: float, shift: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         assert log_u is not None
         updated = update_estimate(log_u.to(log_g.dtype), log_g, gamma)
-        return torch.logaddexp(updated, torch.full_like(updated, self.log_eps)), updated
+        log_eps = torch.full_like(updated, self.log_eps) if shift is None else self.log_eps + shift
+        return torch.logaddexp(updated, log_eps), updated
 
 
 def update_estimate(log_u: Tensor, log_g: Tensor, gamma: float) -> Tensor:

@@ -3,9 +3,9 @@
 import math
 
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from leanclip.losses.temperature import Anchors
+from leanclip.ops.reference import softplus
 
 
 def infonce(image: Anchors, text: Anchors) -> Tensor:

@@ -29,7 +29,7 @@ Slope = Callable[[Anchors, Anchors], Tensor]  # of the objective for log(1/tau)
 
 LEARNED = ("tau", "tau_min", "tau_max", "lr_tau")
 RUNNING = ("eps", "gamma_min", "gamma_schedule", "gamma_decay_epochs", "gamma_per_step")
-INDIVIDUAL = (*LEARNED, "rho", "tau_adam", "tau_betas", "tau_adam_eps")
+INDIVIDUAL = (*LEARNED, "rho", "tau_adam", "tau_betas", "tau_adam_eps", "eps_form")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,13 @@ ESTIMATE = replace(COMMON, eps=1e-14, gamma_min=0.2, gamma_schedule="cosine", ga
 # The constant inner rate of sogclr and isogclr is not published: 0.6 is our choice.
 CONSTANT_GAMMA = replace(ESTIMATE, gamma_schedule="constant", gamma_min=0.6)
 PER_SAMPLE = LossConfig(
-    tau=0.03, lr_tau=0.0133, rho=7.0, tau_adam="published", tau_betas=(0.9, 0.999), tau_adam_eps=1e-8
+    tau=0.03,
+    lr_tau=0.0133,
+    rho=7.0,
+    tau_adam="published",
+    tau_betas=(0.9, 0.999),
+    tau_adam_eps=1e-8,
+    eps_form="plain",
 )
 
 SPECS = {
@@ -123,6 +129,8 @@ def _contrastive(
     if isinstance(rule, IndividualTemperature):
         assert hyper.tau is not None
         tables |= {key: value for side in SIDES for key, value in rule.tables(side, hyper.tau).items()}
+    if hyper.eps_form == "published":
+        tables |= {f"shift_{side}": 0.0 for side in SIDES}
     inner_rate = None
     if spec.running:
         assert hyper.gamma_schedule is not None

@@ -109,7 +109,7 @@ def create_model(config: ModelConfig, *, siglip: bool = False) -> TwoTower:
     if config.force_image_size is not None:
         if "timm_model_name" in model_config["vision_cfg"]:
             raise UserError(
-                f"--force-image-size does not work with {name}: its image tower is timm's and has one size"
+                f"--force-image-size does not work with {name}: its image tower has one size"
             )
         model_config["vision_cfg"]["image_size"] = config.force_image_size
     weights, preprocess = _pretrained(config)

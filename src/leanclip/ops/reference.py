@@ -72,11 +72,16 @@ def pairwise(
     sigmoid_RC = logits_RC.sigmoid().masked_fill(~counted_RC, 0.0)
     weights_RC = weight * sigmoid_RC + _positives(diagonal, len(cols), pairs)
     return Pairwise(
-        softplus=torch.nn.functional.softplus(logits_RC).masked_fill(~counted_RC, 0.0).sum(1),
+        softplus=softplus(logits_RC).masked_fill(~counted_RC, 0.0).sum(1),
         weight=sigmoid_RC.sum(1),
         similarity=(sigmoid_RC * similarity_RC).sum(1),
         gradients=_pull_back(rows, cols, weights_RC, needs),
     )
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp x); torch's own is cut off at 20."""
+    return -torch.nn.functional.logsigmoid(-x)
 
 
 def similarities(rows: Tensor, cols: Tensor) -> Tensor:

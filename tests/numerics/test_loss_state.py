@@ -1,0 +1,269 @@
+"""What the losses remember: properties of the per-sample state, the temperature and the inner rate."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import normalize
+
+import leanclip
+from leanclip.losses.gamma import InnerRate, auto_gamma_min
+from leanclip.losses.global_contrastive import GlobalContrastiveLoss
+from leanclip.losses.temperature import GlobalTemperature
+
+GLOBAL = ("sogclr", "isogclr", "fastclip-v0", "fastclip-v1", "fastclip-v2", "fastclip-v3")
+SAMPLES = 30
+
+
+def create(name, **hyper) -> GlobalContrastiveLoss:
+    loss = leanclip.create_loss(name, num_samples=SAMPLES, **hyper).double()
+    loss.set_epoch(0, 4)
+    assert isinstance(loss, GlobalContrastiveLoss)
+    return loss
+
+
+def batch(seed, size=8, dim=5):
+    draw = torch.Generator().manual_seed(seed)
+    image, text = (normalize(torch.randn(size, dim, generator=draw, dtype=torch.float64), dim=1) for _ in range(2))
+    return image.requires_grad_(), text.requires_grad_(), torch.randperm(SAMPLES, generator=draw)[:size]
+
+
+def tables(loss):
+    return {name: table.clone() for name, table in loss.state_dict().items() if table.ndim}
+
+
+def step(loss, image, text, ids, **more):
+    output = loss(image, text, ids, **more)
+    return output, torch.autograd.grad(output.loss, (image, text))
+
+
+names = st.sampled_from(GLOBAL)
+seeds = st.integers(0, 10_000)
+
+
+@settings(max_examples=30, deadline=None)
+@given(names, seeds, st.randoms(use_true_random=False))
+def test_permuting_the_batch_permutes_the_result(name, seed, draw):
+    order = torch.tensor(draw.sample(range(8), 8))
+    first, second = create(name), create(name)
+    for epoch in (0, 1):
+        image, text, ids = batch(seed + epoch)
+        one, gradient = step(first, image, text, ids)
+        shuffled = [side.detach()[order].requires_grad_() for side in (image, text)]
+        first.set_epoch(epoch + 1, 4)
+        two, permuted = step(second, *shuffled, ids[order])
+        second.set_epoch(epoch + 1, 4)
+        assert two.loss.item() == pytest.approx(one.loss.item(), rel=1e-10)
+        for whole, part in zip(gradient, permuted, strict=True):
+            assert torch.allclose(whole[order], part, rtol=1e-9, atol=1e-13)
+    for key, table in tables(first).items():
+        assert torch.allclose(table, tables(second)[key], rtol=1e-10)
+
+
+@settings(max_examples=30, deadline=None)
+@given(names, seeds)
+def test_ids_outside_the_batch_stay_untouched(name, seed):
+    loss = create(name)
+    step(loss, *batch(seed))
+    loss.set_epoch(1, 4)
+    before = tables(loss)
+    image, text, ids = batch(seed + 1)
+    step(loss, image, text, ids)
+    others = torch.ones(SAMPLES, dtype=torch.bool)
+    others[ids] = False
+    changed = 0
+    for key, table in tables(loss).items():
+        assert torch.equal(table[others], before[key][others])
+        changed += not torch.equal(table, before[key])
+    assert changed
+
+
+@settings(max_examples=20, deadline=None)
+@given(names, seeds)
+def test_gamma_one_forgets_and_gamma_zero_freezes(name, seed):
+    image, text, ids = batch(seed)
+    fresh, used, frozen = create(name), create(name), create(name)
+    for loss in (used, frozen):
+        step(loss, *batch(seed + 1)[:2], ids)
+    for loss in (used, frozen):
+        for table in ("tau_image", "tau_text"):
+            if table in loss.state.initial:
+                loss.state.get_buffer(table).copy_(fresh.state.get_buffer(table))  # all see the same temperatures
+    before = frozen.state.read("log_u_image", ids)
+    frozen.gamma = 1e-12
+    for loss in (fresh, used, frozen):
+        step(loss, image, text, ids)
+    assert torch.equal(fresh.state.read("log_u_image", ids), used.state.read("log_u_image", ids))
+    assert torch.allclose(frozen.state.read("log_u_image", ids), before, atol=1e-6)
+    assert not torch.allclose(used.state.read("log_u_image", ids), before, atol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(names, seeds)
+def test_evaluation_changes_nothing(name, seed):
+    loss = create(name)
+    step(loss, *batch(seed))
+    before = {key: value.clone() for key, value in loss.state_dict().items()}
+    loss.eval()
+    loss.set_epoch(2, 4)
+    output, _ = step(loss, *batch(seed + 1))
+    assert math.isfinite(output.loss.item())
+    after = loss.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+@pytest.mark.parametrize("name", GLOBAL)
+def test_rollback_undoes_one_step(name):
+    loss = create(name)
+    step(loss, *batch(0))
+    before = {key: value.clone() for key, value in loss.state_dict().items()}
+    loss.set_epoch(1, 4)
+    image, text, ids = batch(1)
+    ids[3] = ids[0]  # a duplicate as well
+    step(loss, image, text, ids)
+    assert not all(torch.equal(value, before[key]) for key, value in loss.state_dict().items())
+    loss.rollback()
+    assert all(torch.equal(value, before[key]) for key, value in loss.state_dict().items())
+    loss.rollback()
+    assert all(torch.equal(value, before[key]) for key, value in loss.state_dict().items())
+
+
+def test_of_an_id_twice_in_a_batch_the_last_is_stored():
+    loss, alone = create("fastclip-v1"), create("fastclip-v1")
+    image, text, _ = batch(2)
+    ids = torch.tensor([5, 1, 5, 2, 3, 5, 4, 0])
+    step(loss, image, text, ids)
+    step(alone, image, text, torch.tensor([10, 1, 11, 2, 3, 5, 4, 0]))
+    assert loss.state is not None and alone.state is not None
+    assert loss.state.log_u_image[5] == alone.state.log_u_image[5]
+    assert int(loss.state.visited) == 6 and int(alone.state.visited) == 8
+
+
+def test_captions_may_have_a_state_of_their_own():
+    loss = create("fastclip-v1")
+    image, text, ids = batch(3)
+    step(loss, image, text, ids, text_ids=(ids + 1) % SAMPLES)
+    assert loss.state is not None
+    seen = (~loss.state.get_buffer("log_u_text").isneginf()).nonzero().ravel()
+    assert set(seen.tolist()) == set(((ids + 1) % SAMPLES).tolist())
+
+
+def test_resize_keeps_what_was_learned():
+    loss = create("fastclip-v2")
+    step(loss, *batch(4))
+    before = tables(loss)
+    loss.resize(50)
+    for key, table in tables(loss).items():
+        assert len(table) == 50 and torch.equal(table[:SAMPLES], before[key])
+    assert loss.state is not None and float(loss.state.get_buffer("tau_image")[49]) == pytest.approx(0.03)
+    with pytest.raises(ValueError, match="would drop samples"):
+        loss.resize(10)
+
+
+def test_the_state_travels_in_state_dict():
+    loss, other = create("fastclip-v2"), create("fastclip-v2")
+    step(loss, *batch(5))
+    other.load_state_dict(loss.state_dict())
+    for one in (loss, other):
+        one.set_epoch(1, 4)
+    first, second = (step(one, *batch(6))[1] for one in (loss, other))
+    assert torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (None, r"keeps a state per sample: call loss\(image, text, sample_ids\)"),
+        (torch.arange(8) + 25, r"sample id 30 lies outside \[0, 30\)"),
+        (torch.arange(8) - 1, r"sample id -1 lies outside"),
+        (torch.arange(7), "7 ids for 8 embeddings"),
+        (torch.rand(8), "vector of integers"),
+    ],
+)
+def test_bad_ids_are_explained(ids, message):
+    image, text, _ = batch(7)
+    with pytest.raises(ValueError, match=message):
+        create("fastclip-v3")(image, text, ids)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: leanclip.create_loss("fastclip"), "unknown loss 'fastclip'; did you mean fastclip-v"),
+        (lambda: leanclip.create_loss("fastclip-v3"), "give num_samples"),
+        (lambda: leanclip.create_loss("infonce", rhoo=1), "infonce has no hyper-parameter 'rhoo'"),
+        (lambda: leanclip.create_loss("fastclip-v3", num_samples=3, roh=1), "did you mean rho"),
+        (lambda: leanclip.create_loss("fastclip-v3", num_samples=3, gamma_min=2.0), r"must lie in \(0, 1\]"),
+        (lambda: leanclip.create_loss("infonce", tau=-1.0), "tau is -1.0; it must be positive"),
+        (lambda: leanclip.create_loss("sogclr", num_samples=0), "num_samples is 0"),
+    ],
+)
+def test_bad_arguments_are_explained(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_forgotten_set_epoch_is_warned_about_once():
+    loss = leanclip.create_loss("fastclip-v3", num_samples=SAMPLES).double()
+    with pytest.warns(UserWarning, match="set_epoch"):
+        step(loss, *batch(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(loss, *batch(9))
+
+
+@pytest.mark.parametrize(("schedule", "gamma_min"), [("constant", 0.6), ("cosine", 0.2), ("auto", None)])
+def test_the_inner_rate(schedule, gamma_min):
+    rate = InnerRate(schedule=schedule, gamma_min=gamma_min, decay_epochs=18, per_step=False)
+    values = [rate(epoch, 37) for epoch in range(38)]
+    assert values[0] == 1.0
+    assert all(0 < value <= 1 for value in values)
+    if schedule == "constant":
+        assert values[1:] == [0.6] * 37
+    elif schedule == "cosine":
+        assert values[9] == pytest.approx(0.6) and values[18:] == [0.2] * 20
+        assert values == sorted(values, reverse=True)
+    else:
+        assert values[37] == pytest.approx(auto_gamma_min(37)) == pytest.approx(4.177 * 37**-0.7265)
+    assert rate(3.7, 37) == rate(3, 37)
+
+
+def test_the_inner_rate_per_step():
+    rate = InnerRate(schedule="cosine", gamma_min=0.2, decay_epochs=10, per_step=True)
+    assert rate(0.0, 20) == 1.0
+    assert 1.0 > rate(0.5, 20) > rate(1.0, 20) > rate(1.5, 20)
+
+
+def test_the_temperature_is_clamped_whatever_the_optimizer_does():
+    rule = GlobalTemperature(0.07, 0.01, 1.0, drops=False)
+    with torch.no_grad():
+        rule.log_inv_tau.fill_(50.0)
+    assert float(rule.mean()) == pytest.approx(0.01)
+    with torch.no_grad():
+        rule.log_inv_tau.fill_(-50.0)
+    assert float(rule.state_dict()["log_inv_tau"]) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(("tau", "share"), [(0.031, 1.0), (0.03, 1 / 3), (0.02, 1 / 3)])
+def test_below_the_threshold_the_step_drops_to_a_third(tau, share):
+    rule = GlobalTemperature(tau, 0.01, 1.0, drops=True)
+    start = float(rule.log_inv_tau.detach())
+    optimizer = torch.optim.AdamW(rule.parameters(), lr=0.01, weight_decay=0)
+    rule.log_inv_tau.grad = torch.tensor(3.0)
+    optimizer.step()
+    for _ in range(3):  # looking again changes nothing
+        rule.settle()
+    assert float(rule.log_inv_tau.detach()) == pytest.approx(start - 0.01 * share, abs=1e-6)
+
+
+def test_the_temperature_has_its_own_group():
+    for name, rate, follows in (("infonce", None, True), ("fastclip-v0", None, True), ("fastclip-v3", 2e-4, False)):
+        loss = leanclip.create_loss(name, num_samples=None if name == "infonce" else 5)
+        (group,) = loss.param_groups()
+        assert group.get("lr") == rate and group["weight_decay"] == 0 and group["follows_schedule"] is follows
+        assert [p.numel() for p in group["params"]] == [1]
+    for name in ("sogclr", "fastclip-v1", "fastclip-v2"):
+        assert leanclip.create_loss(name, num_samples=5).param_groups() == []

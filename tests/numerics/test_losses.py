@@ -1,0 +1,292 @@
+"""The losses against straightforward autograd transcriptions of their formulas, in float64."""
+
+import math
+
+import pytest
+import torch
+from open_clip.loss import ClipLoss, SigLipLoss
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import leanclip
+from leanclip.losses import normalizer
+from leanclip.losses.global_contrastive import GlobalContrastiveLoss
+
+SAMPLES, BATCH, DIM = 20, 9, 6
+GLOBAL = ("sogclr", "isogclr", "fastclip-v0", "fastclip-v1", "fastclip-v2", "fastclip-v3")
+EPS = 1e-3  # large, so that a forgotten eps shows
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def embeddings(seed, batch=BATCH, dim=DIM):
+    draw = torch.Generator().manual_seed(seed)
+    image, text = (normalize(torch.randn(batch, dim, generator=draw), dim=1) for _ in range(2))
+    return image.requires_grad_(), text.requires_grad_(), torch.randperm(SAMPLES, generator=draw)[:batch]
+
+
+def create(name: str, **hyper) -> GlobalContrastiveLoss:
+    loss = leanclip.create_loss(name, num_samples=SAMPLES, eps=EPS, **hyper)
+    assert isinstance(loss, GlobalContrastiveLoss)
+    return loss
+
+
+class Transcription:
+    """The formulas, in linear space and written out, with Python dictionaries as the per-sample state."""
+
+    def __init__(self, name, *, tau=0.2, rho=2.0, lr_tau=0.05, gamma=0.3, exact=False, visits=False):
+        self.name, self.rho, self.lr_tau, self.gamma = name, rho, lr_tau, gamma
+        self.exact, self.visits = exact, visits
+        self.u = ({}, {})
+        self.taus = ({}, {})
+        self.moments = ({}, {})
+        self.individual = name in ("isogclr", "fastclip-v2")
+        self.tau = tau
+
+    def step(self, image: Tensor, text: Tensor, ids: Tensor, epoch: int):
+        batch = len(ids)
+        gamma = 1.0 if epoch == 0 else self.gamma
+        tau = torch.tensor(self.tau, requires_grad=True)
+        surrogate, log_u, log_norm, slope = torch.zeros(()), [], [], torch.zeros(())
+        for side, (anchors, others) in enumerate(((image, text), (text, image))):
+            similarity = anchors @ others.T
+            for i, sample in enumerate(ids.tolist()):
+                own = torch.tensor(self.taus[side].get(sample, self.tau)) if self.individual else tau
+                exponent = torch.stack([(similarity[i, j] - similarity[i, i]) / own for j in range(batch) if j != i])
+                g = exponent.exp().mean()
+                old = self.u[side].get(sample)
+                value = g.item()
+                u = value if old is None else (1 - gamma) * old + gamma * value
+                self.u[side][sample] = u
+                c = own.item() if self.name == "fastclip-v3" else 1.0
+                surrogate = surrogate + 0.5 * c * g / (EPS + u) / batch
+                slope = slope + g / (EPS + u) / batch
+                log_u.append(math.log(u))
+                log_norm.append(math.log(EPS + u))
+                if self.individual:
+                    weighted = (exponent.exp() * exponent).mean().item()
+                    gradient = -weighted / (EPS + u) + math.log(EPS + u) + self.rho
+                    self.adam(side, sample, min(max(gradient, -5), 5), own.item(), epoch)
+        grads = torch.autograd.grad(surrogate, (image, text), retain_graph=True)
+        return grads, self.temperature_gradient(slope, tau, log_u, log_norm)
+
+    def temperature_gradient(self, slope, tau, log_u, log_norm):
+        if self.name not in ("fastclip-v0", "fastclip-v3"):
+            return None
+        (prime,) = torch.autograd.grad(slope, tau)
+        if self.name == "fastclip-v0":
+            gradient = prime
+        elif self.exact:
+            gradient = 0.5 * self.tau * prime + self.rho + sum(log_norm) / len(log_norm)
+        else:
+            gradient = self.tau * prime + self.rho + sum(log_u) / len(log_u)
+        return -self.tau * gradient  # for log(1/tau)
+
+    def adam(self, side, sample, gradient, tau, epoch):
+        first, second = (0.9, 0.99)
+        m, v, visits = self.moments[side].get(sample, (0.0, 0.0, 0))
+        exponent = visits + 1
+        if not self.visits:
+            first, second, exponent = (0.0, 0.0, 1) if epoch == 0 else (first, second, epoch + 1)
+        m, v = first * m + (1 - first) * gradient, second * v + (1 - second) * gradient**2
+        self.moments[side][sample] = (m, v, visits + 1)
+        step = m / (1 - first**exponent) / (math.sqrt(v / (1 - second**exponent)) + 1e-8)
+        self.taus[side][sample] = min(max(tau - self.lr_tau * step, 0.01), 1.0)
+
+
+FORMS = [(name, {}) for name in GLOBAL]
+FORMS += [("fastclip-v3", {"tau_gradient": "exact"}), ("fastclip-v2", {"tau_adam": "visits"})]
+
+
+@pytest.mark.parametrize("implementation", ["reference", "tiled"])
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_gradients_equal_the_transcription_over_revisits(name, form, implementation):
+    plain = Transcription(name, exact="tau_gradient" in form, visits="tau_adam" in form)
+    hyper = {"tau": 0.2, "gamma_schedule": "constant", "gamma_min": 0.3, "implementation": implementation} | form
+    if plain.individual:
+        hyper |= {"rho": 2.0, "lr_tau": 0.05, "tau_betas": (0.9, 0.99)}
+    if name == "fastclip-v3":
+        hyper |= {"rho": 2.0}
+    loss = create(name, **hyper)
+    assert loss.state is not None
+    for step in range(8):
+        image, text, ids = embeddings(step)
+        epoch = step // 3
+        loss.set_epoch(epoch, 3)
+        loss.zero_grad()
+        loss(image, text, ids).loss.backward()
+        expected, slope = plain.step(image, text, ids, epoch)
+        assert torch.allclose(image.grad, expected[0], rtol=1e-8, atol=1e-12)
+        assert torch.allclose(text.grad, expected[1], rtol=1e-8, atol=1e-12)
+        if slope is not None:
+            found = next(loss.parameters()).grad
+            assert found is not None and found.item() == pytest.approx(float(slope), rel=1e-8)
+        for number, side in enumerate(("image", "text")):
+            u = torch.tensor([plain.u[number][i] for i in ids.tolist()])
+            assert torch.allclose(loss.state.read(f"log_u_{side}", ids), u.log(), rtol=1e-8)
+            if plain.individual:
+                tau = torch.tensor([plain.taus[number][i] for i in ids.tolist()])
+                assert torch.allclose(loss.state.read(f"tau_{side}", ids), tau, rtol=1e-8)
+    assert any(len(visited) == SAMPLES for visited in plain.u)  # everything was met, so much of it twice
+
+
+def test_v1_with_the_batch_normaliser_is_infonce():
+    """With gamma = 1 and eps + u replaced by (1 + (B-1) g)/(B-1), v1's embedding gradient is InfoNCE's."""
+    image, text, ids = embeddings(0)
+    v1 = create("fastclip-v1", tau=0.07)
+    v1.set_epoch(0, 1)
+    v1.normalizer = normalizer.batch
+    infonce = leanclip.create_loss("infonce", tau=0.07)
+    ours = torch.autograd.grad(v1(image, text, ids).loss, (image, text))
+    right = torch.autograd.grad(infonce(image, text).loss, (image, text))
+    for one, two in zip(ours, right, strict=True):
+        assert torch.allclose(one, two, rtol=1e-12, atol=1e-15)
+
+
+def open_clip_loss(name, image, text, scale, bias):
+    if name == "infonce":
+        return ClipLoss()(image, text, scale)
+    return SigLipLoss()(image, text, scale, bias)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 33])
+@pytest.mark.parametrize("name", ["infonce", "siglip"])
+def test_value_and_gradients_equal_open_clips(name, batch):
+    image, text, _ = embeddings(1, batch=batch)
+    loss = leanclip.create_loss(name, tau=0.05)
+    log_scale = torch.tensor(math.log(20.0), requires_grad=True)
+    bias = torch.tensor(-10.0, requires_grad=True)
+    theirs = open_clip_loss(name, image, text, log_scale.exp(), bias)
+    ours = loss(image, text).loss
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
+    leaves = (image, text, log_scale) if name == "infonce" else (image, text, log_scale, bias)
+    right = torch.autograd.grad(theirs, leaves)
+    parameters = dict(loss.named_parameters())
+    names = ["temperature_rule.log_inv_tau", "bias"][: len(parameters)]
+    found = torch.autograd.grad(ours, (image, text, *(parameters[name] for name in names)))
+    for one, two in zip(found, right, strict=True):
+        assert torch.allclose(one, two, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["infonce", "siglip"])
+@pytest.mark.parametrize("implementation", ["reference", "tiled"])
+def test_gradcheck(name, implementation):
+    image, text, _ = embeddings(2, batch=7)
+    loss = leanclip.create_loss(name, tau=0.3, implementation=implementation)
+    groups = torch.tensor([0, 1, 0, 2, 3, 3, 4])
+
+    def value(image: Tensor, text: Tensor, *parameters: Tensor) -> Tensor:
+        return loss(image, text, groups=groups).loss
+
+    assert torch.autograd.gradcheck(value, (image, text))
+
+
+@pytest.mark.parametrize("name", ["infonce", "siglip"])
+def test_parameter_gradients_equal_finite_differences(name):
+    image, text, _ = embeddings(3)
+    loss = leanclip.create_loss(name, tau=0.3)
+    loss(image, text).loss.backward()
+    for parameter in loss.parameters():
+        values = []
+        for step in (1e-6, -1e-6):
+            with torch.no_grad():
+                parameter += step
+                values.append(loss(image, text).loss.item())
+                parameter -= step
+        assert parameter.grad is not None
+        assert parameter.grad.item() == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6)
+
+
+def test_groups_are_not_each_others_negatives():
+    image, text, _ = embeddings(4, batch=6)
+    groups = torch.tensor([0, 1, 1, 2, 3, 4])
+    scores = image @ text.T / 0.1
+    left_out = (groups[:, None] == groups[None, :]) & ~torch.eye(6, dtype=torch.bool)
+    scores = scores.masked_fill(left_out, -torch.inf)
+    target = torch.arange(6)
+    entropy = torch.nn.functional.cross_entropy
+    right = 0.5 * (entropy(scores, target) + entropy(scores.T, target))
+    found = leanclip.create_loss("infonce", tau=0.1)(image, text, groups=groups).loss
+    assert found.item() == pytest.approx(right.item(), rel=1e-12)
+    for one, two in zip(
+        torch.autograd.grad(found, (image, text)), torch.autograd.grad(right, (image, text)), strict=True
+    ):
+        assert torch.allclose(one, two, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", leanclip.LOSSES)
+def test_the_lowest_temperature_with_antipodal_embeddings_stays_finite(name, dtype):
+    torch.set_default_dtype(torch.float32)
+    axis = normalize(torch.ones(8), dim=0)
+    signs = torch.tensor([1.0, -1.0] * 8)[:, None]
+    batches = [(signs * axis, -signs * axis), (signs * axis, signs * axis), (-signs * axis, axis.expand(16, 8))]
+    stateful = name not in ("infonce", "siglip")
+    loss = leanclip.create_loss(name, num_samples=16 if stateful else None, tau=0.01)
+    for step, (image, text) in enumerate(batches * 2):
+        image, text = image.to(dtype).requires_grad_(), text.to(dtype).contiguous().requires_grad_()
+        loss.set_epoch(step // 2, 3)
+        loss.zero_grad()
+        output = loss(image, text, torch.arange(16))
+        output.loss.backward()
+        numbers = [output.loss, image.grad, text.grad, *(p.grad for p in loss.parameters()), *loss.buffers()]
+        assert all(number is not None and bool(torch.isfinite(number).all()) for number in numbers)
+        assert all(math.isfinite(float(value)) for value in output.metrics.values() if not isinstance(value, str))
+
+
+def test_a_second_backward_is_torchs_own_error():
+    image, text, _ = embeddings(5)
+    value = leanclip.create_loss("infonce")(image, text).loss
+    value.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        value.backward()
+
+
+def test_without_gradients_nothing_is_kept():
+    image, text, _ = embeddings(6)
+    with torch.no_grad():
+        assert not leanclip.create_loss("infonce")(image, text).loss.requires_grad
+    only_text = leanclip.create_loss("siglip")(image.detach(), text).loss
+    only_text.backward()
+    assert image.grad is None and text.grad is not None
+
+
+@pytest.mark.parametrize("name", ["infonce", "siglip", "fastclip-v3"])
+def test_autocast_around_the_call(name):
+    torch.set_default_dtype(torch.float32)
+    image, text, ids = embeddings(7)
+    image, text = (side.detach().float().requires_grad_() for side in (image, text))
+    loss = leanclip.create_loss(name, num_samples=SAMPLES if name == "fastclip-v3" else None)
+    loss.set_epoch(0, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss(image, text, ids).loss
+    value.backward()
+    rounded = [side.detach().bfloat16().double().requires_grad_() for side in (image, text)]
+    other = leanclip.create_loss(name, num_samples=SAMPLES if name == "fastclip-v3" else None).double()
+    other.set_epoch(0, 1)
+    truth = torch.autograd.grad(other(*rounded, ids).loss, rounded)
+    for found, right in zip((image.grad, text.grad), truth, strict=True):
+        assert found is not None and found.dtype == torch.float32
+        assert (found - right).abs().max() <= 2**-8 * right.abs().max()  # rounded to bf16 on its way back
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, from inside its compiler
+def test_a_compiled_caller_gets_the_same():
+    torch.set_default_dtype(torch.float32)
+    image, text, ids = embeddings(8)
+    image, text = (side.detach().float().requires_grad_() for side in (image, text))
+    loss = leanclip.create_loss("fastclip-v3", num_samples=SAMPLES)
+    loss.set_epoch(0, 1)
+
+    def call(image: Tensor, text: Tensor) -> Tensor:
+        return loss(normalize(image, dim=1), normalize(text, dim=1), ids).loss * 2
+
+    plain = torch.autograd.grad(call(image, text), (image, text))
+    compiled = torch.autograd.grad(torch.compile(call, backend="aot_eager")(image, text), (image, text))
+    for one, two in zip(plain, compiled, strict=True):
+        assert torch.allclose(one, two, atol=1e-6)
