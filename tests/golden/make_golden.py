@@ -22,9 +22,9 @@ LOSSES = ("infonce", "siglip", "fastclip-v3")
 
 def golden_arguments(loss: str, logs: Path) -> list[str]:
     return (
-        f"train --model {MODEL} --pretrained {WEIGHTS} --loss {loss} --tau 0.07 --precision fp64 --max-steps 20 --epochs 4"
-        " --batch-size 32 --lr 1e-2 --warmup 4 --workers 0 --aug-scale 0.5 1 --log-every 1 --eval-every 0 --device cpu"
-        f" --logs {logs} --name {loss}"
+        f"train --model {MODEL} --pretrained {WEIGHTS} --loss {loss} --tau 0.07 --precision fp64 --max-steps 20"
+        " --epochs 4 --batch-size 32 --lr 1e-2 --warmup 4 --workers 0 --aug-scale 0.5 1 --log-every 1"
+        f" --eval-every 0 --device cpu --logs {logs} --name {loss}"
     ).split()
 
 
