@@ -12,6 +12,7 @@ from leanclip.data import Batch
 from leanclip.evaluation import embed, retrieval_metrics, retrieval_panel
 from leanclip.optim import learning_rate, set_learning_rate
 from leanclip.training.checkpoint import Position, load_checkpoint, save_checkpoint, save_model
+from leanclip.training.health import HealthCheck
 from leanclip.training.metrics import MetricsLog, to_host
 from leanclip.training.progress import TrainingProgress
 from leanclip.training.run_directory import RunDirectory, environment, write_atomically
@@ -70,6 +71,7 @@ class _Trainer:
         self.step, self.samples, self.best = position.step, position.samples, position.best
         self.epoch, self.epoch_step = position.epoch, position.epoch_step
         self.clock = _Clock(time.perf_counter(), before=position.seconds)
+        self.health = HealthCheck(job.config, batch=job.loader.batch)
 
     def run(self) -> Path:
         job, run = self.job, self.job.config.run
@@ -137,6 +139,8 @@ class _Trainer:
         left = (self.job.steps - self.step) * self.job.loader.batch / max(rate, 1e-9)
         line = f"loss {metrics['loss']:.4f}  tau {metrics['tau']:.4f}  {rate:,.0f} samples/s  data wait {wait:.0%}"
         self.progress.update(self.step, line, left)
+        for warning in self.health(self.step, metrics):
+            self.progress.print(f"warning: {warning}")
 
     def evaluate(self) -> None:
         job = self.job

@@ -1,0 +1,39 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from leanclip.training import RunConfig, TrainConfig
+from leanclip.training.defaults import fill
+from leanclip.training.health import PATIENCE, HealthCheck
+
+FINE = {"loss": 1.0, "tau": 0.05, "grad_norm": 1.0}
+
+
+def warnings(loss, metrics, logged=3 * PATIENCE):
+    config = fill(replace(TrainConfig(), run=RunConfig(loss=loss, epochs=2)), samples=12800)
+    check = HealthCheck(config, batch=128)
+    return [line for step in range(logged) for line in check(100 + step, FINE | metrics)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "metrics", "words"),
+    [
+        ("infonce", {"loss": math.log(128)}, ["looks alike", "--dry-run"]),
+        ("fastclip-v1", {"log_u_mean": 0.001, "gamma": 1.0}, ["looks alike"]),
+        ("fastclip-v3", {"log_u_mean": -3.0, "tau": 0.01}, ["at its clamp", "--rho"]),
+        ("infonce", {"tau": 1.0}, ["at its clamp"]),
+        ("fastclip-v3", {"log_u_mean": -3.0, "estimate_gap": 3.0, "gamma": 0.2}, ["lag 3.0 nats", "--gamma-min"]),
+        ("infonce", {"grad_norm": float("nan")}, ["not finite", "--grad-clip-norm"]),
+    ],
+)
+def test_each_sickness_is_named_once_with_its_remedy(loss, metrics, words):
+    (line,) = warnings(loss, metrics)
+    for word in words:
+        assert word in line
+
+
+def test_a_healthy_run_is_left_alone():
+    assert warnings("infonce", {}) == []
+    assert warnings("fastclip-v3", {"log_u_mean": -4.0, "estimate_gap": 0.3, "gamma": 0.4}) == []
+    assert warnings("infonce", {"loss": math.log(128)}, logged=PATIENCE - 1) == []

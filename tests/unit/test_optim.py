@@ -1,0 +1,66 @@
+import pytest
+import torch
+from torch import nn
+
+from leanclip.errors import UserError
+from leanclip.optim import OptimConfig, create_optimizer, learning_rate, set_learning_rate, weight_decay_groups
+
+RESOLVED = {"lr": 0.1, "wd": 0.2, "beta1": 0.9, "beta2": 0.98, "eps_opt": 1e-6}
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+
+
+def test_only_matrices_decay():
+    groups = weight_decay_groups(model(), 0.2)
+    found = [(group["weight_decay"], [p.ndim for p in group["params"]]) for group in groups]
+    assert found == [(0.2, [2]), (0.0, [1, 1, 1])]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "lion", "sgdm", "adafactor", "nadamw"])
+def test_optimizers_by_name_take_a_step_that_helps(name):
+    network = model()
+    config = OptimConfig(opt=name, **(RESOLVED | {"lr": 0.01}))
+    optimizer = create_optimizer(config, weight_decay_groups(network, 0.0))
+    x, y = torch.randn(32, 4), torch.randn(32, 3)
+    values = []
+    for _ in range(30):
+        value = (network(x) - y).square().mean()
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        values.append(value.item())
+    assert values[-1] < values[0]
+    if name == "sgdm":
+        group = optimizer.param_groups[0]
+        assert group["momentum"] == 0.9 and not group["nesterov"]
+
+
+def test_an_unknown_optimizer_names_the_nearest():
+    with pytest.raises(UserError, match="unknown optimizer 'lamp'; nearest: lamb"):
+        create_optimizer(OptimConfig(opt="lamp", **RESOLVED), weight_decay_groups(model(), 0.1))
+
+
+def test_the_schedule():
+    rates = [learning_rate(step, steps=100, warmup=10, peak=1.0, floor=0.1) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0
+    assert rates[55] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_groups_follow_the_schedule_or_do_not():
+    network = model()
+    own = nn.Parameter(torch.zeros(()))
+    constant = nn.Parameter(torch.zeros(()))
+    groups = [
+        *weight_decay_groups(network, 0.1),
+        {"name": "follows", "params": [own], "lr": 0.5, "weight_decay": 0.0, "follows_schedule": True},
+        {"name": "stays", "params": [constant], "lr": 0.3, "weight_decay": 0.0, "follows_schedule": False},
+    ]
+    optimizer = create_optimizer(OptimConfig(**RESOLVED), groups)
+    set_learning_rate(optimizer, 0.05, peak=0.1)
+    assert {group["name"]: group["lr"] for group in optimizer.param_groups} == pytest.approx(
+        {"matrices": 0.05, "vectors": 0.05, "follows": 0.25, "stays": 0.3}
+    )
