@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import leanclip
+from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 
 FIXTURE = np.load(Path(__file__).with_name("fastclip_published.npz"))
 HYPER = {
@@ -34,7 +35,7 @@ def replay(version, implementation, dtype):
         f"fastclip-{version}", num_samples=50, implementation=implementation, **COMMON, **HYPER[version]
     )
     torch.set_default_dtype(default)
-    assert isinstance(loss, leanclip.losses.global_contrastive.GlobalContrastiveLoss) and loss.state is not None
+    assert isinstance(loss, GlobalContrastiveLoss) and loss.state is not None
     for step in range(10):
         stored = {name: torch.from_numpy(FIXTURE[f"{version}/{step}/{name}"]) for name in stored_names(version, step)}
         loss.set_epoch(int(stored["epoch"]), 3)

@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 import leanclip
 from leanclip.losses.gamma import InnerRate, auto_gamma_min
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
+from leanclip.losses.sample_state import SampleState
 from leanclip.losses.temperature import GlobalTemperature
 
 GLOBAL = ("sogclr", "isogclr", "fastclip-v0", "fastclip-v1", "fastclip-v2", "fastclip-v3")
@@ -29,6 +30,11 @@ def batch(seed, size=8, dim=5):
     draw = torch.Generator().manual_seed(seed)
     image, text = (normalize(torch.randn(size, dim, generator=draw, dtype=torch.float64), dim=1) for _ in range(2))
     return image.requires_grad_(), text.requires_grad_(), torch.randperm(SAMPLES, generator=draw)[:size]
+
+
+def state(loss: GlobalContrastiveLoss) -> SampleState:
+    assert loss.state is not None
+    return loss.state
 
 
 def tables(loss):
@@ -54,7 +60,7 @@ def test_permuting_the_batch_permutes_the_result(name, seed, draw):
         one, gradient = step(first, image, text, ids)
         shuffled = [side.detach()[order].requires_grad_() for side in (image, text)]
         first.set_epoch(epoch + 1, 4)
-        two, permuted = step(second, *shuffled, ids[order])
+        two, permuted = step(second, shuffled[0], shuffled[1], ids[order])
         second.set_epoch(epoch + 1, 4)
         assert two.loss.item() == pytest.approx(one.loss.item(), rel=1e-10)
         for whole, part in zip(gradient, permuted, strict=True):
@@ -90,15 +96,15 @@ def test_gamma_one_forgets_and_gamma_zero_freezes(name, seed):
         step(loss, *batch(seed + 1)[:2], ids)
     for loss in (used, frozen):
         for table in ("tau_image", "tau_text"):
-            if table in loss.state.initial:
-                loss.state.get_buffer(table).copy_(fresh.state.get_buffer(table))  # all see the same temperatures
-    before = frozen.state.read("log_u_image", ids)
+            if table in state(loss).initial:
+                state(loss).get_buffer(table).copy_(state(fresh).get_buffer(table))  # all see the same temperatures
+    before = state(frozen).read("log_u_image", ids)
     frozen.gamma = 1e-30
     for loss in (fresh, used, frozen):
         step(loss, image, text, ids)
-    assert torch.equal(fresh.state.read("log_u_image", ids), used.state.read("log_u_image", ids))
-    assert torch.allclose(frozen.state.read("log_u_image", ids), before, atol=1e-6)
-    assert not torch.allclose(used.state.read("log_u_image", ids), before, atol=1e-6)
+    assert torch.equal(state(fresh).read("log_u_image", ids), state(used).read("log_u_image", ids))
+    assert torch.allclose(state(frozen).read("log_u_image", ids), before, atol=1e-6)
+    assert not torch.allclose(state(used).read("log_u_image", ids), before, atol=1e-6)
 
 
 @settings(max_examples=20, deadline=None)
@@ -137,17 +143,15 @@ def test_of_an_id_twice_in_a_batch_the_last_is_stored():
     ids = torch.tensor([5, 1, 5, 2, 3, 5, 4, 0])
     step(loss, image, text, ids)
     step(alone, image, text, torch.tensor([10, 1, 11, 2, 3, 5, 4, 0]))
-    assert loss.state is not None and alone.state is not None
-    assert loss.state.log_u_image[5] == alone.state.log_u_image[5]
-    assert int(loss.state.visited) == 6 and int(alone.state.visited) == 8
+    assert state(loss).get_buffer("log_u_image")[5] == state(alone).get_buffer("log_u_image")[5]
+    assert int(state(loss).visited) == 6 and int(state(alone).visited) == 8
 
 
 def test_captions_may_have_a_state_of_their_own():
     loss = create("fastclip-v1")
     image, text, ids = batch(3)
     step(loss, image, text, ids, text_ids=(ids + 1) % SAMPLES)
-    assert loss.state is not None
-    seen = (~loss.state.get_buffer("log_u_text").isneginf()).nonzero().ravel()
+    seen = (~state(loss).get_buffer("log_u_text").isneginf()).nonzero().ravel()
     assert set(seen.tolist()) == set(((ids + 1) % SAMPLES).tolist())
 
 
@@ -158,7 +162,7 @@ def test_resize_keeps_what_was_learned():
     loss.resize(50)
     for key, table in tables(loss).items():
         assert len(table) == 50 and torch.equal(table[:SAMPLES], before[key])
-    assert loss.state is not None and float(loss.state.get_buffer("tau_image")[49]) == pytest.approx(0.03)
+    assert float(state(loss).get_buffer("tau_image")[49]) == pytest.approx(0.03)
     with pytest.raises(ValueError, match="would drop samples"):
         loss.resize(10)
 

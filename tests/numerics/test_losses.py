@@ -121,6 +121,7 @@ def test_gradients_equal_the_transcription_over_revisits(name, form, implementat
         loss.zero_grad()
         loss(image, text, ids).loss.backward()
         expected, slope = plain.step(image, text, ids, epoch)
+        assert image.grad is not None and text.grad is not None
         assert torch.allclose(image.grad, expected[0], rtol=1e-8, atol=1e-12)
         assert torch.allclose(text.grad, expected[1], rtol=1e-8, atol=1e-12)
         if slope is not None:

@@ -3,8 +3,9 @@ from dataclasses import fields
 import pytest
 
 from leanclip.cli.train import parse_command, repeatable
-from leanclip.config import TrainConfig, load_toml, override, save_toml
+from leanclip.config import TrainConfig, flatten, load_toml, override, save_toml
 from leanclip.errors import UserError
+from leanclip.losses import LOSSES, loss_from_config
 from leanclip.recipes import list_recipes, load_recipe
 from leanclip.training.defaults import PUBLISHED, fill, interpolated
 
@@ -34,9 +35,11 @@ def test_batch_size_per_process_replaces_the_recipes_global_one():
 
 def test_open_clip_flags_keep_their_names():
     settings = parse_command(
-        "--model RN50 --pretrained x.pt --train-data a --val-data b --batch-size 8 --epochs 2 --lr 1e-3 --wd 0.2"
-        " --warmup 5 --workers 3 --precision amp_bf16 --seed 7 --name n --logs l --resume latest --loss siglip"
-        " --max-steps 9".split()
+        (
+            "--model RN50 --pretrained x.pt --train-data a --val-data b --batch-size 8 --epochs 2 --lr 1e-3 --wd 0.2"
+            " --warmup 5 --workers 3 --precision amp_bf16 --seed 7 --name n --logs l --resume latest --loss siglip"
+            " --max-steps 9"
+        ).split()
     ).settings
     assert (settings.model.model, settings.model.pretrained, settings.data.train_data) == ("RN50", "x.pt", "a")
     assert (settings.optim.lr, settings.optim.wd, settings.optim.warmup, settings.data.workers) == (1e-3, 0.2, 5, 3)
@@ -76,6 +79,14 @@ def test_every_recipe_parses_and_has_a_description():
     for name, summary in recipes:
         assert summary
         fill(override(TrainConfig(), load_recipe(name), name), samples=3_000_000)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_can_be_built_from_what_is_filled_in(loss):
+    config = fill(override(TrainConfig(), {"loss": loss}, "test"), samples=1000)
+    assert loss_from_config(loss, config.loss, num_samples=1000).temperature() > 0
+    again = fill(override(TrainConfig(), flatten(config), "test"), samples=1000)
+    assert again.loss == config.loss
 
 
 def test_the_rule_passes_through_the_published_points():

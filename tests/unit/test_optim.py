@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -5,7 +7,7 @@ from torch import nn
 from leanclip.errors import UserError
 from leanclip.optim import OptimConfig, create_optimizer, learning_rate, set_learning_rate, weight_decay_groups
 
-RESOLVED = {"lr": 0.1, "wd": 0.2, "beta1": 0.9, "beta2": 0.98, "eps_opt": 1e-6}
+RESOLVED = OptimConfig(lr=0.1, wd=0.2, beta1=0.9, beta2=0.98, eps_opt=1e-6)
 
 
 def model():
@@ -22,7 +24,7 @@ def test_only_matrices_decay():
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lion", "sgdm", "adafactor", "nadamw"])
 def test_optimizers_by_name_take_a_step_that_helps(name):
     network = model()
-    config = OptimConfig(opt=name, **(RESOLVED | {"lr": 0.01}))
+    config = replace(RESOLVED, opt=name, lr=0.01)
     optimizer = create_optimizer(config, weight_decay_groups(network, 0.0))
     x, y = torch.randn(32, 4), torch.randn(32, 3)
     values = []
@@ -40,7 +42,7 @@ def test_optimizers_by_name_take_a_step_that_helps(name):
 
 def test_an_unknown_optimizer_names_the_nearest():
     with pytest.raises(UserError, match="unknown optimizer 'lamp'; nearest: lamb"):
-        create_optimizer(OptimConfig(opt="lamp", **RESOLVED), weight_decay_groups(model(), 0.1))
+        create_optimizer(replace(RESOLVED, opt="lamp"), weight_decay_groups(model(), 0.1))
 
 
 def test_the_schedule():
@@ -59,7 +61,7 @@ def test_groups_follow_the_schedule_or_do_not():
         {"name": "follows", "params": [own], "lr": 0.5, "weight_decay": 0.0, "follows_schedule": True},
         {"name": "stays", "params": [constant], "lr": 0.3, "weight_decay": 0.0, "follows_schedule": False},
     ]
-    optimizer = create_optimizer(OptimConfig(**RESOLVED), groups)
+    optimizer = create_optimizer(RESOLVED, groups)
     set_learning_rate(optimizer, 0.05, peak=0.1)
     assert {group["name"]: group["lr"] for group in optimizer.param_groups} == pytest.approx(
         {"matrices": 0.05, "vectors": 0.05, "follows": 0.25, "stays": 0.3}

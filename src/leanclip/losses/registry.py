@@ -41,6 +41,11 @@ class Spec:
     takes: tuple[str, ...]
     defaults: LossConfig
 
+    def __post_init__(self) -> None:
+        """Shared defaults may name more than this loss takes."""
+        own = {name: value for name, value in asdict(self.defaults).items() if name in self.takes}
+        object.__setattr__(self, "defaults", LossConfig(**own))
+
 
 COMMON = LossConfig(tau=0.07, tau_min=0.01, tau_max=1.0)
 ESTIMATE = replace(COMMON, eps=1e-14, gamma_min=0.2, gamma_schedule="cosine", gamma_per_step=False)
@@ -113,8 +118,8 @@ def loss_from_config(
     hyper = config.over(spec.defaults)
     if spec.running and num_samples is None:
         raise ValueError(f"{name} keeps a state per sample: give num_samples, the size of the training set")
-    assert hyper.tau is not None and hyper.tau_min is not None and hyper.tau_max is not None
-    if spec.temperature == "global" and name == "siglip":
+    if name == "siglip":
+        assert hyper.tau is not None and hyper.tau_min is not None and hyper.tau_max is not None
         assert hyper.bias is not None
         learned = GlobalTemperature(hyper.tau, hyper.tau_min, hyper.tau_max, drops=False)
         return SigmoidLoss(implementation=implementation, temperature=learned, bias=hyper.bias, lr_tau=hyper.lr_tau)
@@ -156,9 +161,10 @@ def _contrastive(
 
 
 def _temperature(spec: Spec, hyper: LossConfig) -> tuple[Rule, Slope | None]:
-    assert hyper.tau is not None and hyper.tau_min is not None and hyper.tau_max is not None
+    assert hyper.tau is not None
     if spec.temperature == "constant":
         return ConstantTemperature(hyper.tau), None
+    assert hyper.tau_min is not None and hyper.tau_max is not None
     if spec.temperature == "individual":
         assert hyper.rho is not None and hyper.lr_tau is not None and hyper.tau_adam is not None
         assert hyper.tau_betas is not None and hyper.tau_adam_eps is not None

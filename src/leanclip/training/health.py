@@ -36,7 +36,8 @@ class HealthCheck:
         learned = "log_u_mean" not in metrics or run in ("fastclip-v0", "fastclip-v3")
         stuck = abs(loss / self.log_batch - 1) < 0.01 if run == "infonce" else abs(value("log_u_mean", 9.0)) < 0.02
         low, high = hyper.tau_min or 0.01, hyper.tau_max or 1.0
-        remedy = "raise --rho or lower --lr-tau" if run == "fastclip-v3" and tau < 0.1 else "change --lr-tau or the clamp"
+        too_low = run == "fastclip-v3" and tau < 0.1
+        remedy = "raise --rho or lower --lr-tau" if too_low else "change --lr-tau or the clamp"
         gap, gamma = value("estimate_gap", 0.0), value("gamma", 1.0)
         return {
             "stuck": (

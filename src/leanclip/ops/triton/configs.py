@@ -13,11 +13,9 @@ class Config:
     num_warps: int
     num_stages: int
     group: int = 16  # column blocks that run together
-    # float32 rounds scale times similarity as PyTorch does, so that errors cancel between the two operations.
-    fused: bool = True
 
-    def options(self) -> dict[str, int | bool]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fused}
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
     def blocks(self) -> dict[str, int]:
         return {"BLOCK_R": self.block_r, "BLOCK_C": self.block_c, "BLOCK_K": self.block_k, "GROUP": self.group}
@@ -32,7 +30,7 @@ _FINISH = Config(block_r=64, block_c=64, block_k=32, num_warps=4, num_stages=2)
 _HOPPER = Config(block_r=128, block_c=128, block_k=64, num_warps=4, num_stages=3, group=8)
 _AMPERE = Config(block_r=128, block_c=128, block_k=32, num_warps=8, num_stages=3)
 # Short blocks of features: each is summed apart, which rounds less.
-_FLOAT32 = Config(block_r=64, block_c=64, block_k=16, num_warps=4, num_stages=2, fused=False)
+_FLOAT32 = Config(block_r=64, block_c=64, block_k=16, num_warps=4, num_stages=2)
 # The interpreter runs in Python: small tiles, so that small tests still meet several of them.
 INTERPRETED = Config(block_r=64, block_c=64, block_k=32, num_warps=2, num_stages=1, group=2)
 

@@ -14,7 +14,7 @@ def run(
     grid: tuple[int, int, int],
     arguments: tuple[Any, ...],
     constants: dict[str, Any],
-    options: dict[str, int | bool],
+    options: dict[str, int],
 ) -> None:
     """Launch `function` with its run-time arguments in order and its constants by name."""
     if not isinstance(function, JITFunction):  # the interpreter's stand-in

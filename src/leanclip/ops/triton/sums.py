@@ -20,6 +20,7 @@ from leanclip.ops.triton.tiles import (
     LEFT_OUT,
     LN_2,
     LOG2_E,
+    RUN_TIME,
     exponential,
     grouped_order,
     halves,
@@ -35,7 +36,7 @@ HEADROOM = tl.constexpr(90.0)
 SMALLEST_SUM = tl.constexpr(2.0**-80)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME)
 def largest_norms(
     rows, cols, squares, num_rows, num_cols, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr
 ):
@@ -177,7 +178,7 @@ def strip_sums(
         tl.store(to_weighted + HALF, tl.sum(tl.sum(right_kept_weighted, 0), 0), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME)
 def statistics_kernel(
     rows,
     cols,
@@ -239,7 +240,7 @@ def statistics_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME)
 def finish(
     anchors,
     others,

@@ -6,6 +6,23 @@ Exponentials are base 2, because that is what the hardware has. Scales arrive in
 import triton
 import triton.language as tl
 
+# Extents and positions change from block to block and batch to batch; no code should be compiled for their values.
+RUN_TIME = (
+    "first_row",
+    "end_row",
+    "first_col",
+    "end_col",
+    "num_rows",
+    "num_cols",
+    "offset",
+    "first_strip",
+    "num_strips",
+    "first",
+    "end",
+    "num_others",
+    "num_partials",
+)
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 # float32 log2(e), and what it lacks.
 LOG2_E_HIGH = tl.constexpr(1.4426950216293335)

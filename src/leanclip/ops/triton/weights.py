@@ -1,7 +1,7 @@
 """Kernels that write the weights of a block of pairs: for `gradients`, and for `pairwise` with its sums."""
 
 # Outside a kernel a jit function cannot be called, and is typed so.
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl
@@ -9,6 +9,7 @@ import triton.language as tl
 from leanclip.ops.triton.tiles import (
     LN_2,
     LOG2_E,
+    RUN_TIME,
     SMALLEST_SCALE,
     exponential,
     grouped_order,
@@ -93,7 +94,7 @@ def store_block(
         tl.store(pointers, weights.to(out.dtype.element_ty), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME)
 def weights_kernel(
     rows,
     cols,
@@ -206,7 +207,7 @@ def sigmoid_and_softplus(similarity, scale, bias, PRECISE: tl.constexpr):
     return sigmoid, softplus
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUN_TIME)
 def pairwise_kernel(
     rows,
     cols,

@@ -1,0 +1,108 @@
+"""What the per-sample state costs: the loss with a table of 100 million samples beside a whole ViT-B-32 step.
+
+python benchmarks/bench_state.py            # one GPU
+python benchmarks/bench_state.py --quick    # CPU smoke run
+"""
+
+import argparse
+import csv
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.functional import normalize
+
+import leanclip
+from leanclip.data import Batch
+from leanclip.models import ModelConfig, create_model
+from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
+from leanclip.training.step import training_step
+
+RESULTS = Path(__file__).parent / "results" / "state.csv"
+
+
+def milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median wall time of a call, the device's work included."""
+    times = []
+    for _ in range(3):
+        call()
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return sorted(times)[len(times) // 2] * 1e3
+
+
+def loss_time(name: str, batch: int, samples: int, device: torch.device, repeats: int) -> float:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    image, text = (normalize(torch.randn(batch, 512, device=device), dim=1).to(dtype).requires_grad_() for _ in "it")
+    loss = leanclip.create_loss(name, num_samples=None if name == "infonce" else samples).to(device)
+    loss.set_epoch(1, 4)
+    ids = [torch.randperm(min(samples, 10**6))[:batch] * (samples // min(samples, 10**6)) for _ in range(8)]
+    turn = iter(range(10**9))
+    return milliseconds(lambda: loss(image, text, ids[next(turn) % 8]).loss.backward(), device, repeats)
+
+
+def step_time(name: str, model_name: str, batch: int, samples: int, device: torch.device, repeats: int) -> float:
+    model = create_model(ModelConfig(model=model_name)).to(device)
+    loss = leanclip.create_loss(name, num_samples=None if name == "infonce" else samples).to(device)
+    loss.set_epoch(1, 4)
+    config = OptimConfig(lr=1e-4, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6)
+    optimizer = create_optimizer(config, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
+    size = model.preprocess.size
+    pixels = size if isinstance(size, int) else size[0]
+    tokens = model.tokenizer(["a photograph of two cats on a red sofa"]).expand(batch, -1)
+    data = Batch(
+        images=torch.randn(batch, 3, pixels, pixels, device=device),
+        tokens=tokens.to(device),
+        sample_ids=torch.randperm(samples if samples < 10**6 else 10**6)[:batch],
+    )
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    return milliseconds(
+        lambda: training_step(model, loss, optimizer, data, autocast=autocast, grad_clip_norm=None), device, repeats
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    quick = (arguments := parser.parse_args()).quick
+    device = torch.device("cpu" if quick else "cuda")
+    model, batch, samples, repeats = ("leanclip-tiny", 16, 1000, 2) if quick else ("ViT-B-32", 1024, 100_000_000, 20)
+    step = step_time("fastclip-v3", model, batch, samples, device, repeats)
+    plain = loss_time("infonce", batch, samples, device, repeats)
+    rows = [{"what": f"{model} step, fastclip-v3", "ms": step, "share_of_step": 1.0},
+            {"what": "infonce loss", "ms": plain, "share_of_step": plain / step}]  # fmt: skip
+    for name in ("fastclip-v3", "fastclip-v2"):
+        ms = loss_time(name, batch, samples, device, repeats)
+        rows.append({"what": f"{name} loss", "ms": ms, "share_of_step": ms / step})
+        rows.append(
+            {"what": f"{name} state (loss - infonce loss)", "ms": ms - plain, "share_of_step": (ms - plain) / step}
+        )
+    for row in rows:
+        print(f"{row['what']:<44}{row['ms']:>10.3f} ms{row['share_of_step']:>9.2%} of the step")
+    if quick:
+        return
+    facts = {
+        "batch": batch,
+        "samples": samples,
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "version": leanclip.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0], *facts])
+        writer.writeheader()
+        writer.writerows(row | facts for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The losses on a GPU: right, and without waiting for the device."""
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+import leanclip
+from leanclip.data import Batch
+from leanclip.losses.selftest import selftest
+from leanclip.models import ModelConfig, create_model
+from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
+from leanclip.training.step import training_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("batch", [127, 1000])
+def test_every_implementation_agrees_with_float64(batch):
+    checks = list(selftest(list(leanclip.LOSSES), device=torch.device("cuda"), batch=batch, dim=96))
+    assert {check.implementation for check in checks} == {"tiled", "triton"}
+    assert [check for check in checks if not check.passed] == []
+
+
+@pytest.fixture
+def no_waiting():
+    """Any wait for the device is an error until the fixture's own `allow` is called."""
+    yield lambda mode: torch.cuda.set_sync_debug_mode(mode)
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", leanclip.LOSSES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fifty_calls_never_wait(name, dtype, no_waiting):
+    samples = None if name in ("infonce", "siglip") else 10_000
+    loss = leanclip.create_loss(name, num_samples=samples).cuda()
+    image, text = (
+        normalize(torch.randn(512, 128, device="cuda"), dim=1).to(dtype).requires_grad_() for _ in range(2)
+    )
+    ids = torch.randint(10_000, (512,)).pin_memory()
+    optimizer = torch.optim.AdamW([{"params": [image, text]}, *loss.param_groups()], lr=1e-4, fused=True)
+    loss.set_epoch(0, 5)
+    loss(image, text, ids).loss.backward()  # compiles the kernels, which may wait
+    optimizer.step()
+    torch.cuda.synchronize()
+    no_waiting("error")
+    for step in range(50):
+        loss.set_epoch(step // 10, 5)
+        optimizer.zero_grad()
+        loss(image, text, ids).loss.backward()
+        optimizer.step()
+    no_waiting("default")
+    assert torch.isfinite(image).all() and torch.isfinite(loss.temperature())
+
+
+def test_a_training_step_waits_once(no_waiting):
+    """For the finite check, and nowhere else."""
+    model = create_model(ModelConfig(model="leanclip-tiny")).cuda()
+    loss = leanclip.create_loss("fastclip-v3", num_samples=1000).cuda()
+    loss.set_epoch(0, 1)
+    config = OptimConfig(lr=1e-3, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6)
+    optimizer = create_optimizer(config, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
+    host = Batch(
+        images=torch.randn(64, 3, 32, 32).pin_memory(),
+        tokens=model.tokenizer(["a cat"] * 64).pin_memory(),
+        sample_ids=torch.arange(64).pin_memory(),
+    )
+
+    def step() -> None:
+        batch = host.to(torch.device("cuda"))
+        training_step(
+            model, loss, optimizer, batch, autocast=torch.autocast("cuda", torch.bfloat16), grad_clip_norm=1.0
+        )
+
+    step()
+    step()
+    torch.cuda.synchronize()
+    import warnings
+
+    no_waiting("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+    no_waiting("default")
+    waits = [warning for warning in caught if "synchronizing" in str(warning.message)]
+    assert len(waits) == 1, [str(warning.message) for warning in waits]
