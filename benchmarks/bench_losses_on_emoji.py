@@ -3,8 +3,8 @@
     python benchmarks/bench_losses_on_emoji.py            # all eight, about ten minutes on 2 cores
     python benchmarks/bench_losses_on_emoji.py --quick    # a few steps of each
 
-The figures measure unseen renders of known concepts. One seed and no tuning per loss: this shows that the losses work,
-not which is better.
+The figures measure unseen renders of known concepts. One seed and no tuning per loss: this shows that the losses
+work, not which is better.
 """
 
 import argparse

@@ -34,13 +34,12 @@ def test_batch_size_per_process_replaces_the_recipes_global_one():
 
 
 def test_open_clip_flags_keep_their_names():
-    settings = parse_command(
-        (
-            "--model RN50 --pretrained x.pt --train-data a --val-data b --batch-size 8 --epochs 2 --lr 1e-3 --wd 0.2"
-            " --warmup 5 --workers 3 --precision amp_bf16 --seed 7 --name n --logs l --resume latest --loss siglip"
-            " --max-steps 9"
-        ).split()
-    ).settings
+    typed = (
+        "--model RN50 --pretrained x.pt --train-data a --val-data b --batch-size 8 --epochs 2 --lr 1e-3 --wd 0.2"
+        " --warmup 5 --workers 3 --precision amp_bf16 --seed 7 --name n --logs l --resume latest --loss siglip"
+        " --max-steps 9"
+    )
+    settings = parse_command([str(word) for word in typed.split()]).settings
     assert (settings.model.model, settings.model.pretrained, settings.data.train_data) == ("RN50", "x.pt", "a")
     assert (settings.optim.lr, settings.optim.wd, settings.optim.warmup, settings.data.workers) == (1e-3, 0.2, 5, 3)
     assert (settings.run.precision, settings.run.seed, settings.run.resume) == ("amp_bf16", 7, "latest")
