@@ -29,7 +29,7 @@ import leanclip
 
 RESULTS = Path(__file__).parent / "results"
 OPERATIONS = {"infonce": 8, "siglip": 6, "fastclip-v2": 8, "fastclip-v3": 8}
-Step = Callable[[], None]
+Step = Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,16 +161,15 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
     size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     for _ in range(3):
-        a @ b
-    return 2 * size**3 / statistics.median(_milliseconds(lambda: a @ b, device == "cuda") for _ in range(20))
+        torch.mm(a, b)
+    return 2 * size**3 / statistics.median(_milliseconds(lambda: torch.mm(a, b), device == "cuda") for _ in range(20))
 
 
-def bench(args: argparse.Namespace) -> list[Row]:
+def bench(args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rate = matmul_rate(device, dtype)
     print(f"{_device_name(device)}: {rate / 1e9:.0f} TFLOP/s in a large {str(dtype)[6:]} product")
-    rows = []
     for loss in args.losses:
         for dim in args.dims:
             for batch in args.batches:
@@ -180,8 +179,8 @@ def bench(args: argparse.Namespace) -> list[Row]:
                     if provider != "leanclip" and batch > args.largest_for_peers:
                         continue
                     row = _bench_one(loss, batch, dim, dtype, device, provider, build, rate, args.repeats)
-                    rows += [row] if row else []
-    return rows
+                    if row and not args.quick:
+                        append(row, args.output)
 
 
 def _bench_one(
@@ -254,14 +253,14 @@ def _version(package: str) -> str:
         return ""
 
 
-def append(rows: list[Row], path: Path) -> None:
+def append(row: Row, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         if new:
             writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        writer.writerow(asdict(row))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -284,9 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.quick:
         args.batches, args.dims, args.repeats = [256, 1024], [64], 3
         args.providers = ["leanclip", "open_clip", "leanclip tiled"]
-    rows = bench(args)
-    if not args.quick:
-        append(rows, args.output)
+    bench(args)
     return 0
 
 

@@ -40,7 +40,7 @@ def test_several_panels_and_blocks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "PARTIAL_BYTES", 1 << 14)
     monkeypatch.setattr(launch, "WEIGHT_BYTES", 1 << 18)
     for case in CASES:
-        if case.rows >= 300:
+        if case.rows >= 300 and case.dim == 96:
             check(launch, case, torch.bfloat16, "cuda")
 
 

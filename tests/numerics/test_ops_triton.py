@@ -92,7 +92,8 @@ def _siglip(launch: Any) -> None:
 
 
 def _embeddings() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (*torch.zeros(2, 512, 512, dtype=torch.bfloat16), torch.tensor(10.0), torch.zeros(512))
+    x, y = torch.zeros(2, 512, 512, dtype=torch.bfloat16)
+    return x, y, torch.tensor(10.0), torch.zeros(512)
 
 
 @pytest.mark.parametrize("compute", [_infonce, _own_temperatures, _siglip])
