@@ -98,13 +98,13 @@ def test_gamma_one_forgets_and_gamma_zero_freezes(name, seed):
         for table in ("tau_image", "tau_text"):
             if table in state(loss).initial:
                 state(loss).get_buffer(table).copy_(state(fresh).get_buffer(table))  # all see the same temperatures
-    before = state(frozen).read("log_u_image", ids)
-    frozen.gamma = 1e-30
+    before = state(frozen).get_buffer("log_u_image")[ids]
+    frozen.gamma = 1e-90
     for loss in (fresh, used, frozen):
         step(loss, image, text, ids)
-    assert torch.equal(state(fresh).read("log_u_image", ids), state(used).read("log_u_image", ids))
-    assert torch.allclose(state(frozen).read("log_u_image", ids), before, atol=1e-6)
-    assert not torch.allclose(state(used).read("log_u_image", ids), before, atol=1e-6)
+    assert torch.equal(state(fresh).get_buffer("log_u_image")[ids], state(used).get_buffer("log_u_image")[ids])
+    assert torch.allclose(state(frozen).get_buffer("log_u_image")[ids], before, atol=1e-6)
+    assert not torch.allclose(state(used).get_buffer("log_u_image")[ids], before, atol=1e-6)
 
 
 @settings(max_examples=20, deadline=None)
@@ -181,7 +181,7 @@ def test_the_state_travels_in_state_dict():
     ("ids", "message"),
     [
         (None, r"keeps a state per sample: call loss\(image, text, sample_ids\)"),
-        (torch.arange(8) + 25, r"sample id 30 lies outside \[0, 30\)"),
+        (torch.arange(8) + 25, r"sample id 32 lies outside \[0, 30\)"),
         (torch.arange(8) - 1, r"sample id -1 lies outside"),
         (torch.arange(7), "7 ids for 8 embeddings"),
         (torch.rand(8), "vector of integers"),

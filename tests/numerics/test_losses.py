@@ -129,10 +129,10 @@ def test_gradients_equal_the_transcription_over_revisits(name, form, implementat
             assert found is not None and found.item() == pytest.approx(float(slope), rel=1e-8)
         for number, side in enumerate(("image", "text")):
             u = torch.tensor([plain.u[number][i] for i in ids.tolist()])
-            assert torch.allclose(loss.state.read(f"log_u_{side}", ids), u.log(), rtol=1e-8)
+            assert torch.allclose(loss.state.get_buffer(f"log_u_{side}")[ids], u.log(), rtol=1e-8)
             if plain.individual:
                 tau = torch.tensor([plain.taus[number][i] for i in ids.tolist()])
-                assert torch.allclose(loss.state.read(f"tau_{side}", ids), tau, rtol=1e-8)
+                assert torch.allclose(loss.state.get_buffer(f"tau_{side}")[ids], tau, rtol=1e-8)
     assert any(len(visited) == SAMPLES for visited in plain.u)  # everything was met, so much of it twice
 
 

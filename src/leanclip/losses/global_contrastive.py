@@ -26,8 +26,6 @@ from leanclip.losses.output import LossOutput, Metric, Metrics
 from leanclip.losses.sample_state import SampleState
 from leanclip.losses.temperature import Anchors, ConstantTemperature, GlobalTemperature, IndividualTemperature
 
-SIDES = ("image", "text")
-
 
 class GlobalContrastiveLoss(ContrastiveLoss):
     """One objective for the whole family; `create_loss` puts the pieces of each member together."""
@@ -39,8 +37,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         implementation: str,
         temperature: ConstantTemperature | GlobalTemperature | IndividualTemperature,
         normalizer: Normalizer,
-        value: Callable[[Anchors, Anchors], Tensor],
-        temperature_gradient: Callable[[Anchors, Anchors], Tensor] | None = None,
+        value: Callable[[Anchors], Tensor],
+        temperature_gradient: Callable[[Anchors], Tensor] | None = None,
         inner_rate: InnerRate | None = None,
         weight_by_tau: bool = False,
         state: SampleState | None = None,
@@ -79,33 +77,30 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         chosen, engine = ops.implementation(self.implementation, image)
 
         with torch.no_grad():
-            dtype = work_dtype(image)
-            taus = self._taus(ids, dtype)
-            positive = (image.to(dtype) * text.to(dtype)).sum(1)
-            statistics = engine.statistics(image, text, 1 / taus["image"], 1 / taus["text"], pairs=pairs)
-            shifts = self._shifts(image, text, positive, taus, ids)
-            anchors = [
-                self._anchors(taus[side], found, positive, self._estimate(side, ids), shifts.get(side))
-                for side, found in zip(SIDES, statistics, strict=True)
-            ]
-            slopes = self._learn(anchors, shifts, ids)
-            (by_image, image_diagonal), (by_text, text_diagonal) = (self._weights(a, positive) for a in anchors)
-            value = self.value(*anchors)
+            tau = self._tau(ids, work_dtype(image))
+            inverse = tau.reciprocal()
+            scale = (inverse, inverse) if inverse.ndim == 0 else inverse.unbind()
+            positive = (image.to(tau.dtype) * text).sum(1)
+            by_image, by_text = engine.statistics(image, text, *scale, pairs=pairs)
+            assert by_text is not None
+            logit = positive * inverse
+            log_sum, mean = (torch.stack(both) for both in zip(by_image, by_text, strict=True))
+            log_g = log_sum - (logit + math.log(max(len(image) - 1, 1)))
+            mean_l = (mean - positive) * inverse
+            shift = self._shift(image, text, logit, inverse, ids)
+            log_norm, log_u = self._normalise(log_g, ids, shift)
+            anchors = Anchors(tau, log_g, mean_l, log_norm, log_u, (log_g - log_norm).exp())
+            slopes = self._learn(anchors, shift, ids)
+            log_weight, diagonal = self._weights(anchors, logit, inverse)
+            value = self.value(anchors)
 
         def pull(i: Tensor, t: Tensor, *saved: Tensor, needs: tuple[bool, bool]) -> ops.Gradients:
-            by_image, by_text, diagonal = ops.Terms(*saved[:2]), ops.Terms(*saved[2:4]), saved[4]
+            image_scale, text_scale, log_weight, diagonal = saved
+            by_image, by_text = ops.Terms(image_scale, log_weight[0]), ops.Terms(text_scale, log_weight[1])
             return engine.gradients(i, t, by_image, by_text, diagonal, pairs=pairs, needs=needs)
 
         loss = AttachGradients.apply(
-            image,
-            text,
-            self._parameter(image),
-            value,
-            slopes,
-            pull,
-            *by_image,
-            *by_text,
-            image_diagonal + text_diagonal,
+            image, text, self._parameter(image), value, slopes, pull, *scale, log_weight, diagonal
         )
         return LossOutput(loss=loss, metrics=self._metrics(anchors, chosen))
 
@@ -118,9 +113,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if self.state is not None:
             self.state.resize(num_samples)
 
-    def _ids(self, sample_ids: Tensor | None, text_ids: Tensor | None, like: Tensor) -> dict[str, Tensor]:
+    def _ids(self, sample_ids: Tensor | None, text_ids: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The ids of the images and of the texts, checked, on the device; one tensor where they are the same."""
         if self.state is None:
-            return {}
+            return None
         if sample_ids is None:
             raise ValueError(f"{self.name} keeps a state per sample: call loss(image, text, sample_ids)")
         if self.training and not self.epoch_was_set:
@@ -130,103 +126,84 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 " forget everything; call it at the start of every epoch",
                 stacklevel=6,
             )
-        ids = {}
-        for side, given in (("image", sample_ids), ("text", text_ids)):
+        ids = []
+        for given in (sample_ids, text_ids):
             if given is None:
-                ids[side] = ids["image"]
+                ids.append(ids[0])
                 continue
             if len(given) != len(like):
                 raise ValueError(f"{len(given)} ids for {len(like)} embeddings")
             self.state.check(given)
-            ids[side] = given.to(like.device, non_blocking=True)
-        return ids
+            ids.append(given.to(like.device, non_blocking=True))
+        return ids[0], ids[1]
 
-    def _taus(self, ids: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    def _tau(self, ids: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> Tensor:
         if isinstance(self.temperature_rule, IndividualTemperature):
-            assert self.state is not None
-            return {side: self.state.read(f"tau_{side}", ids[side]).to(dtype) for side in SIDES}
-        return dict.fromkeys(SIDES, self.temperature_rule.mean().to(dtype))
+            assert self.state is not None and ids is not None
+            return self.state.read("tau", ids).to(dtype)
+        return self.temperature_rule.mean().to(dtype)
 
-    def _estimate(self, side: str, ids: dict[str, Tensor]) -> Tensor | None:
-        return None if self.state is None else self.state.read(f"log_u_{side}", ids[side])
-
-    def _shifts(
-        self, image: Tensor, text: Tensor, positive: Tensor, taus: dict[str, Tensor], ids: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _shift(
+        self, image: Tensor, text: Tensor, logit: Tensor, inverse: Tensor, ids: tuple[Tensor, Tensor] | None
+    ) -> Tensor | None:
         """The largest exponent that each sample ever met, where `eps_form` asks for it."""
-        if self.state is None or "shift_image" not in self.state.initial:
-            return {}
-        largest = {"image": ops.row_maxima(image, text), "text": ops.row_maxima(text, image)}
-        return {
-            side: torch.maximum(
-                self.state.read(f"shift_{side}", ids[side]).to(positive.dtype),
-                (largest[side] - positive) / taus[side],
-            )
-            for side in SIDES
-        }
+        if self.state is None or ids is None or "shift_image" not in self.state.initial:
+            return None
+        largest = torch.stack([ops.row_maxima(image, text), ops.row_maxima(text, image)])
+        return torch.maximum(self.state.read("shift", ids).to(logit.dtype), largest * inverse - logit)
 
-    def _anchors(
-        self,
-        tau: Tensor,
-        statistics: ops.Statistics | None,
-        positive: Tensor,
-        log_u: Tensor | None,
-        shift: Tensor | None,
-    ) -> Anchors:
-        assert statistics is not None
-        negatives = max(len(positive) - 1, 1)
-        log_g = statistics.log_sum - positive / tau - math.log(negatives)
-        log_norm, log_u = self.normalizer(log_g, log_u, negatives=negatives, gamma=self.gamma, shift=shift)
-        return Anchors(tau, log_g, (statistics.mean - positive) / tau, log_norm, log_u)
+    def _normalise(
+        self, log_g: Tensor, ids: tuple[Tensor, Tensor] | None, shift: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The log of what g is divided by, and the updated estimate."""
+        log_u = self.state.read("log_u", ids) if self.state is not None and ids is not None else None
+        negatives = max(log_g.shape[1] - 1, 1)
+        return self.normalizer(log_g, log_u, negatives=negatives, gamma=self.gamma, shift=shift)
 
-    def _learn(self, anchors: list[Anchors], shifts: dict[str, Tensor], ids: dict[str, Tensor]) -> Tensor:
+    def _learn(self, anchors: Anchors, shift: Tensor | None, ids: tuple[Tensor, Tensor] | None) -> Tensor:
         """Store what the step taught in the per-sample state; return the gradient of the global temperature."""
-        if self.state is not None and self.training:
-            values: dict[str, Tensor] = {}
-            where: dict[str, Tensor] = {}
-            for side, anchor in zip(SIDES, anchors, strict=True):
-                found = {f"log_u_{side}": anchor.log_u}
-                if side in shifts:
-                    found[f"shift_{side}"] = shifts[side]
-                if isinstance(self.temperature_rule, IndividualTemperature):
-                    found |= self.temperature_rule.update(self.state, side, ids[side], anchor, self.epoch)
-                values |= found
-                where |= dict.fromkeys(found, ids[side])
-            self.state.write(where, values)
+        if self.state is not None and ids is not None and self.training:
+            values = {"log_u": anchors.log_u}
+            if shift is not None:
+                values["shift"] = shift
+            if isinstance(self.temperature_rule, IndividualTemperature):
+                values |= self.temperature_rule.update(self.state, ids, anchors, self.epoch)
+            self.state.write(ids, values)
         if self.temperature_gradient is None:
-            return anchors[0].log_g.new_zeros(0)
-        return self.temperature_gradient(*anchors).reshape(1)
+            return anchors.log_g.new_zeros(0)
+        return self.temperature_gradient(anchors).reshape(1)
 
-    def _weights(self, anchor: Anchors, positive: Tensor) -> tuple[ops.Terms, Tensor]:
-        """How these anchors weigh their negatives, and (the negative of its sum) their positive."""
-        batch, negatives = len(positive), max(len(positive) - 1, 1)
-        log_c = anchor.tau.log() if self.weight_by_tau else 0.0
-        log_scale = log_c - anchor.tau.log() - math.log(2 * batch)
-        log_weight = log_scale - math.log(negatives) - positive / anchor.tau - anchor.log_norm
-        return ops.Terms(1 / anchor.tau, log_weight), -(log_scale + anchor.log_g - anchor.log_norm).exp()
+    def _weights(self, anchors: Anchors, logit: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """The log weight of each anchor's negatives beside exp(s_ij / tau_i), and the weight of its positive.
+
+        The positive's is minus the sum over the negatives of both directions.
+        """
+        batch = logit.shape[-1]
+        log_share = -math.log(2 * batch * max(batch - 1, 1))
+        if self.weight_by_tau:
+            return log_share - (anchors.log_norm + logit), anchors.ratio.sum(0) / (-2 * batch)
+        log_weight = (inverse.log() + log_share) - (anchors.log_norm + logit)
+        return log_weight, (anchors.ratio * inverse).sum(0) / (-2 * batch)
 
     def _parameter(self, like: Tensor) -> Tensor:
         if isinstance(self.temperature_rule, GlobalTemperature):
             return self.temperature_rule.log_inv_tau.reshape(1)
         return like.new_zeros(0)
 
-    def _metrics(self, anchors: list[Anchors], implementation: str) -> Metrics:
-        def both(name: str) -> Tensor:
-            return torch.cat([getattr(anchor, name) for anchor in anchors])
-
-        log_negatives = math.log(max(len(anchors[0].log_g) - 1, 1))
+    def _metrics(self, anchors: Anchors, implementation: str) -> Metrics:
+        log_negatives = math.log(max(anchors.log_g.shape[1] - 1, 1))
         metrics: dict[str, Metric] = {
-            "tau": lambda: 0.5 * (anchors[0].tau.mean() + anchors[1].tau.mean()),
-            "effective_negatives": lambda: (both("log_g") + log_negatives - both("mean_l")).mean().exp(),
+            "tau": lambda: anchors.tau.mean(),
+            "effective_negatives": lambda: (anchors.log_g + log_negatives - anchors.mean_l).mean().exp(),
             "implementation": implementation,
         }
-        state, gamma = self.state, self.gamma
+        state = self.state
         if state is not None:
             metrics |= {
-                "gamma": gamma,
-                "log_u_mean": lambda: both("log_u").mean(),
-                "log_u_spread": lambda: both("log_u").std(correction=0),
-                "estimate_gap": lambda: (both("log_g") - both("log_u")).abs().mean(),
+                "gamma": self.gamma,
+                "log_u_mean": lambda: anchors.log_u.mean(),
+                "log_u_spread": lambda: anchors.log_u.std(correction=0),
+                "estimate_gap": lambda: (anchors.log_g - anchors.log_u).abs().mean(),
                 "never_visited": lambda: 1 - state.visited / state.num_samples,
             }
         return Metrics(metrics)

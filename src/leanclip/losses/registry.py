@@ -12,8 +12,8 @@ from leanclip.losses import normalizer, objective
 from leanclip.losses.base import ContrastiveLoss
 from leanclip.losses.config import LossConfig, check_names
 from leanclip.losses.gamma import InnerRate
-from leanclip.losses.global_contrastive import SIDES, GlobalContrastiveLoss
-from leanclip.losses.sample_state import SampleState
+from leanclip.losses.global_contrastive import GlobalContrastiveLoss
+from leanclip.losses.sample_state import SIDES, SampleState
 from leanclip.losses.sigmoid import SigmoidLoss
 from leanclip.losses.temperature import (
     Anchors,
@@ -25,7 +25,7 @@ from leanclip.losses.temperature import (
 )
 
 Rule = ConstantTemperature | GlobalTemperature | IndividualTemperature
-Slope = Callable[[Anchors, Anchors], Tensor]  # of the objective for log(1/tau)
+Slope = Callable[[Anchors], Tensor]  # of the objective for log(1/tau)
 
 LEARNED = ("tau", "tau_min", "tau_max", "lr_tau")
 RUNNING = ("eps", "gamma_min", "gamma_schedule", "gamma_decay_epochs", "gamma_per_step")
@@ -133,7 +133,7 @@ def _contrastive(
     rule, gradient = _temperature(spec, hyper)
     if isinstance(rule, IndividualTemperature):
         assert hyper.tau is not None
-        tables |= {key: value for side in SIDES for key, value in rule.tables(side, hyper.tau).items()}
+        tables |= rule.tables(hyper.tau)
     if hyper.eps_form == "published":
         tables |= {f"shift_{side}": 0.0 for side in SIDES}
     inner_rate = None
@@ -184,7 +184,7 @@ def _temperature(spec: Spec, hyper: LossConfig) -> tuple[Rule, Slope | None]:
     return learned, partial(plain_gradient, 1.0 if spec.running else 0.5)
 
 
-def _value(spec: Spec, hyper: LossConfig) -> Callable[[Anchors, Anchors], Tensor]:
+def _value(spec: Spec, hyper: LossConfig) -> Callable[[Anchors], Tensor]:
     if not spec.running:
         return objective.infonce
     return objective.gcl if hyper.rho is None else partial(objective.rgcl, hyper.rho)

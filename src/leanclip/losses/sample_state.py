@@ -4,20 +4,24 @@ The tables live on the compute device and are buffers, so part of `state_dict`. 
 nothing allocates more than a batch beside the tables themselves.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
-COUNTED = "log_u_image"  # a sample was met once this table holds a number for it instead of -inf
+SIDES = ("image", "text")
 
 
 class SampleState(nn.Module):
-    """Named tables of one number per sample id, for image anchors and text anchors.
+    """Tables of one number per sample id, in pairs: `log_u_image` and `log_u_text` and so on.
 
     Reading gives the batch's values; writing replaces them and keeps what was there, so that the last write can be
     undone. An id that stands in a batch twice keeps its last occurrence, whatever the device.
     """
 
-    def __init__(self, num_samples: int, initial: dict[str, float]) -> None:
+    visited: Tensor  # how many samples were met at least once: log u holds a number for them instead of -inf
+
+    def __init__(self, num_samples: int, initial: Mapping[str, float]) -> None:
         super().__init__()
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}; give the number of training samples")
@@ -28,8 +32,6 @@ class SampleState(nn.Module):
         self._replaced: dict[str, tuple[Tensor, Tensor]] = {}
         self._counted: Tensor | None = None
 
-    visited: Tensor  # how many samples were met at least once
-
     @property
     def num_samples(self) -> int:
         return len(self.get_buffer(next(iter(self.initial))))
@@ -38,31 +40,36 @@ class SampleState(nn.Module):
         """Refuse ids outside the tables. Ids on the host are checked there; on a device without waiting for it."""
         if ids.ndim != 1 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
             raise ValueError(f"sample ids must be a vector of integers, got {ids.dtype} of shape {tuple(ids.shape)}")
-        inside = ((ids >= 0) & (ids < self.num_samples)).all()
+        if not len(ids):
+            return
+        low, high = ids.aminmax()
         if ids.device.type != "cpu":
+            inside = (low >= 0) & (high < self.num_samples)
             torch.ops.aten._assert_async.msg(inside, f"a sample id lies outside [0, {self.num_samples})")
-        elif not inside:
-            wrong = ids[(ids < 0) | (ids >= self.num_samples)][0].item()
+        elif low < 0 or high >= self.num_samples:
             raise ValueError(
-                f"sample id {wrong} lies outside [0, {self.num_samples}); "
+                f"sample id {int(low if low < 0 else high)} lies outside [0, {self.num_samples}); "
                 "create the loss with a larger num_samples or call resize()"
             )
 
-    def read(self, name: str, ids: Tensor) -> Tensor:
-        return self.get_buffer(name)[ids]
+    def read(self, name: str, ids: tuple[Tensor, Tensor]) -> Tensor:
+        """(2, B): the image table at the first ids, the text table at the second."""
+        return torch.stack([self.get_buffer(f"{name}_{side}")[at] for side, at in zip(SIDES, ids, strict=True)])
 
-    def write(self, ids: dict[str, Tensor], values: dict[str, Tensor]) -> None:
-        """Store `values[name]` at `ids[name]`, all tables of one step in one call."""
-        last = {id(index): last_occurrence(index) for index in ids.values()}
+    def write(self, ids: tuple[Tensor, Tensor], values: Mapping[str, Tensor]) -> None:
+        """Store (2, B) values per table pair, all tables of one step in one call."""
+        last = [last_occurrence(ids[0])]
+        last.append(last[0] if ids[1] is ids[0] else last_occurrence(ids[1]))
         self._replaced, self._counted = {}, self.visited.clone()
-        for name, value in values.items():
-            table, index = self.get_buffer(name), ids[name]
-            keep, old = last[id(index)], table[index]
-            if name == COUNTED:
-                once = keep == torch.arange(len(keep), device=keep.device)
-                self.visited += (old.isneginf() & once).sum()
-            self._replaced[name] = index, old
-            table[index] = value.to(table.dtype)[keep]
+        for name, both in values.items():
+            for side, index, keep, value in zip(SIDES, ids, last, both, strict=True):
+                table = self.get_buffer(f"{name}_{side}")
+                old = table[index]
+                if (name, side) == ("log_u", "image"):
+                    once = keep == torch.arange(len(keep), device=keep.device)
+                    self.visited += (old.isneginf() & once).sum()
+                self._replaced[f"{name}_{side}"] = index, old
+                table[index] = value.to(table.dtype)[keep]
 
     def rollback(self) -> None:
         """Undo the last write. A second call does nothing."""
