@@ -1,0 +1,107 @@
+"""The documentation names only what exists: files, flags, commands, losses, recipes."""
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from leanclip.cli import COMMANDS
+from leanclip.cli.evaluate import EvaluateCommand
+from leanclip.cli.report import ReportCommand
+from leanclip.cli.selftest import SelftestCommand
+from leanclip.cli.train import TrainCommand
+from leanclip.losses import LOSSES
+from leanclip.recipes import DIRECTORY, list_recipes
+from leanclip.training import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+COMMAND = re.compile(r"(?:^|`|: +)leanclip ([^`\n]*)", re.MULTILINE)
+FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
+
+# Named in the documentation because OpenCLIP has them or other programs do, not because we do.
+FOREIGN_FLAGS = {"train-num-samples", "sort"}
+
+
+def flags_of(kind: type) -> set[str]:
+    return {entry.name.replace("_", "-") for entry in fields(kind)}
+
+
+def flags() -> dict[str, set[str]]:
+    config = TrainConfig()
+    train = {name for part in fields(config) for name in flags_of(type(getattr(config, part.name)))}
+    return {
+        "train": train | flags_of(TrainCommand) - {"settings"},
+        "evaluate": flags_of(EvaluateCommand),
+        "report": flags_of(ReportCommand),
+        "selftest": flags_of(SelftestCommand),
+    }
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands(text: str) -> list[list[str]]:
+    """The leanclip commands in a text, split as a shell would."""
+    return [shlex.split(match.replace("...", "")) for match in COMMAND.findall(text)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        found = page.parent / path if path else page
+        assert found.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(found), f"{page.name}: {found.name} has no heading {anchor}"
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted(DIRECTORY.rglob("*.toml"))], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_commands_and_flags_exist(page):
+    known = flags()
+    recipes = {name for name, _ in list_recipes()} | {"list"}
+    for words in commands(page.read_text()):
+        if not words or words[0] not in COMMANDS:
+            continue
+        given = {flag for word in words for flag in FLAG.findall(word)}
+        assert given <= known[words[0]], f"{page.name}: leanclip {' '.join(words)}"
+        if "--recipe" in words:
+            assert words[words.index("--recipe") + 1] in recipes
+        if "--loss" in words:
+            assert words[words.index("--loss") + 1] in LOSSES
+    mentioned = set(FLAG.findall(page.read_text()))
+    assert mentioned <= set.union(*known.values()) | FOREIGN_FLAGS, page.name
+
+
+def test_commands_are_found_where_they_are_written():
+    text = "```sh\nleanclip train --recipe small\n```\nrun `leanclip evaluate x` or\n# Command:  leanclip report r"
+    assert [words[0] for words in commands(text)] == ["train", "evaluate", "report"]
+
+
+def test_the_readme_names_every_loss_and_command():
+    text = (ROOT / "README.md").read_text()
+    assert all(f"`{name}`" in text for name in LOSSES)
+    assert all(name in text for name in COMMANDS)
+
+
+def test_emoji_figures_say_what_they_measure():
+    for page in PAGES:
+        text = " ".join(page.read_text().split())
+        if re.search(r"\d% .{0,80}emoji|emoji.{0,80}\d%|\d+\.\d% text-to-image", text):
+            assert "unseen renders of known concepts" in text, page.name
+
+
+def test_the_kept_script_draws_the_figures_of_the_algorithm():
+    script = (ROOT / "docs" / "figures.py").read_text()
+    shown = re.findall(r"\(images/(\w+\.svg)\)", (ROOT / "docs" / "algorithm.md").read_text())
+    assert len(shown) >= 3
+    assert all(f'"{name}"' in script for name in shown)
