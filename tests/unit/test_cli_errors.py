@@ -43,6 +43,11 @@ def train(*arguments):
         (train("--config", "absent.toml"), ["no such config file", "absent.toml"]),
         (train("--pretrained", "absent.pt"), ["absent.pt", "no such file"]),
         (train("--device", "cuda:99"), ["cuda:99"]),
+        (train("--device", "tpu9"), ["tpu9", "cpu, cuda"]),
+        (train("--best-metric", "recall"), ["unknown --best-metric", "text_to_image_recall@10"]),
+        (train("--model", "ViT-B-32", "--pretrained", "openai"), ["QuickGELU", "--model ViT-B-32-quickgelu"]),
+        (["selftest", "--device", "tpu9"], ["tpu9"]),
+        (["selftest", "--loss", "infonse"], ["did you mean infonce?"]),
         (["train", "--recipe", "dem"], ["unknown recipe", "demo"]),
         (["evaluate", "absent"], ["no such run or checkpoint: absent"]),
         (["evaluate"], ["checkpoint"]),
@@ -69,6 +74,17 @@ def test_empty_data(capsys, tmp_path):
     assert "no samples in" in line
 
 
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_broken_sample_is_one_line_from_a_worker_too(workers, capsys, tmp_path):
+    from test_data import jpeg, write_shard
+
+    samples = {f"{n}.jpg": jpeg("red") for n in range(8)} | {f"{n}.txt": b"\xff\xfe" for n in range(8)}
+    shard = write_shard(tmp_path / "latin.tar", samples)
+    arguments = ["--train-data", str(shard), "--logs", str(tmp_path), "--batch-size", "4", "--workers", workers]
+    line = complaint(train("--name", "bad", "--max-steps", "1", "--warmup", "0", *arguments), capsys)
+    assert "not UTF-8" in line and "latin.tar" in line
+
+
 def test_a_checkpoint_of_another_model(capsys, tmp_path):
     arguments = ["--logs", str(tmp_path), "--max-steps", "1", "--batch-size", "4", "--eval-every", "0"]
     with pytest.raises(SystemExit) as stop:
@@ -80,6 +96,9 @@ def test_a_checkpoint_of_another_model(capsys, tmp_path):
     assert "does not hold weights of RN50" in line
     line = complaint(train("--name", "two", "--resume", str(tmp_path / "one"), "--loss", "siglip"), capsys)
     assert "one" in line
+    other = ["--resume", "latest", "--logs", str(tmp_path), "--max-steps", "9", "--warmup", "0"]
+    line = complaint(train("--name", "one", "--batch-size", "8", *other), capsys)
+    assert "global batch of 4, not 8" in line
     line = complaint(train("--name", "one", *arguments), capsys)
     assert "exists" in line and "--resume latest" in line and "--overwrite" in line
 

@@ -52,12 +52,13 @@ def test_captions_come_from_json_or_text(tmp_path):
         {
             "a/1.jpg": jpeg("red"), "a/1.txt": b"one", "a/1.json": json.dumps(several).encode(),
             "a/2.jpg": jpeg("blue"), "a/2.txt": " ünï ".encode(),
+            "a/2b.jpg": jpeg("blue"), "a/2b.json": b'{"captions": "just one"}',
             "a/3.jpg": jpeg("blue"),
             "a/4.txt": b"no image",
         },
     )  # fmt: skip
     shards = Shards(str(path))
-    assert [shards.captions(i) for i in range(len(shards))] == [["one", "two"], ["ünï"]]
+    assert [shards.captions(i) for i in range(len(shards))] == [["one", "two"], ["ünï"], ["just one"]]
     assert shards.incomplete == 2
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +15,7 @@ from leanclip.data import DataConfig, open_datasets
 from leanclip.errors import UserError
 from leanclip.evaluation import embed, retrieval_metrics
 from leanclip.inference import find_model, load_model
-from leanclip.training import TrainConfig
+from leanclip.training import TrainConfig, device_of
 
 DESCRIPTION = """Image-to-text and text-to-image recall at 1, 5 and 10 on held-out data.
 
@@ -45,7 +44,7 @@ def run(arguments: list[str]) -> None:
     subset = open_datasets(DataConfig(train_data=command.val_data), seed=0).train if data is None else data.val
     if subset is None:
         raise UserError("the run has no validation data; give --val-data")
-    device = torch.device(command.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_of(command.device)
     model = load_model(directory).to(device)
     console = Console(soft_wrap=True, highlight=False)
     with console.status("embedding") if console.is_terminal else contextlib.nullcontext():

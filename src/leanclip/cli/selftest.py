@@ -3,7 +3,6 @@
 import sys
 from dataclasses import dataclass
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -12,6 +11,7 @@ from leanclip.errors import UserError
 from leanclip.losses import LOSSES
 from leanclip.losses.registry import spec_of
 from leanclip.losses.selftest import selftest
+from leanclip.training import device_of
 
 DESCRIPTION = """Compare every implementation that runs on this machine with float64 truth.
 
@@ -41,7 +41,7 @@ def run(arguments: list[str]) -> None:
             spec_of(command.loss)
         except ValueError as error:
             raise UserError(str(error)) from error
-    device = torch.device(command.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device_of(command.device)
     losses = list(LOSSES) if command.loss is None else [command.loss]
     console = Console(soft_wrap=True, highlight=False)
     console.width = max(console.width, 110)  # wide enough for the table where the terminal's width is unknown

@@ -68,7 +68,8 @@ def parse_command(arguments: list[str]) -> TrainCommand:
         settings = override(settings, load_recipe(str(chosen["recipe"])), f"recipe {chosen['recipe']}")
     if chosen["config"] is not None:
         settings = override(settings, load_toml(Path(chosen["config"])), chosen["config"])
-    if "--batch-size" in " ".join(arguments) and settings.data.global_batch_size is not None:
+    typed = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    if "--batch-size" in typed and settings.data.global_batch_size is not None:
         settings = replace(settings, data=replace(settings.data, global_batch_size=None))
     default = TrainCommand(recipe=chosen["recipe"], config=chosen["config"], settings=settings)
     return parse(TrainCommand, arguments, command="train", description=DESCRIPTION, default=default)

@@ -37,7 +37,7 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
     train = Shards(str(BUNDLED / "train-*.tar") if config.train_data is None else config.train_data)
     val_data = config.val_data or (str(BUNDLED / "val-*.tar") if bundled and not config.val_split else None)
     everything = np.arange(len(train))
-    note = BUNDLED_NOTE if bundled else None
+    note = BUNDLED_NOTE if bundled and config.val_data is None else None
     if config.val_split:
         held_out = round(config.val_split * len(train))
         if not 0 < held_out < len(train):

@@ -1,6 +1,7 @@
 """Batches for training and for evaluation."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -52,22 +53,24 @@ class TrainingLoader:
 
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from step `start` on."""
-        batches = epoch_batches(self.ids, self.batch, seed=self.seed, epoch=epoch)
-        self._steps.wanted = [[(epoch, int(i)) for i in ids] for step, ids in enumerate(batches) if step >= start]
-        yield from self._loader
+        self._steps.batches = islice(epoch_batches(self.ids, self.batch, seed=self.seed, epoch=epoch), start, None)
+        self._steps.epoch = epoch
+        for batch in self._loader:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
 
 
 class _Steps(Sampler):
-    """The index lists of the current epoch; set anew for each, so that the workers live on."""
+    """The batches of the current epoch; set anew for each, so that the workers live on."""
 
     def __init__(self) -> None:
-        self.wanted: list[list[tuple[int, int]]] = []
+        self.batches: Iterator[np.ndarray] = iter(())
+        self.epoch = 0
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return iter(self.wanted)
-
-    def __len__(self) -> int:
-        return len(self.wanted)
+        for ids in self.batches:
+            yield [(self.epoch, index) for index in ids.tolist()]
 
 
 class _Augmented(Dataset):
@@ -76,16 +79,22 @@ class _Augmented(Dataset):
     ) -> None:
         self.shards, self.transform, self.tokenizer, self.seed = shards, transform, tokenizer, seed
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor, int]:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor, int] | UserError:
         epoch, index = key
-        image, tokens = training_sample(
-            self.shards, index, self.transform, self.tokenizer, seed=self.seed, epoch=epoch
-        )
+        try:
+            image, tokens = training_sample(
+                self.shards, index, self.transform, self.tokenizer, seed=self.seed, epoch=epoch
+            )
+        except UserError as error:
+            return error  # raised in a worker it would come back as a page of traceback
         return image, tokens, index
 
 
-def _collate(samples: list[tuple[Tensor, Tensor, int]]) -> Batch:
-    images, tokens, ids = zip(*samples, strict=True)
+def _collate(samples: list[tuple[Tensor, Tensor, int] | UserError]) -> Batch | UserError:
+    good = [sample for sample in samples if not isinstance(sample, UserError)]
+    if len(good) < len(samples):
+        return next(sample for sample in samples if isinstance(sample, UserError))
+    images, tokens, ids = zip(*good, strict=True)
     return Batch(images=torch.stack(images), tokens=torch.stack(tokens), sample_ids=torch.tensor(ids))
 
 

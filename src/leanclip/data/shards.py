@@ -63,13 +63,21 @@ class Shards:
         """All captions of a sample: the list in .json under "captions" if there is one, else the .txt."""
         sample = self.samples[index]
         if "json" in sample.members:
-            found = json.loads(self._read(sample, "json"))
+            try:
+                found = json.loads(self._read(sample, "json"))
+            except ValueError as error:
+                raise UserError(
+                    f"the .json of sample {self.name(index)} is broken ({error}); mend or remove it"
+                ) from error
             captions = found.get("captions") if isinstance(found, dict) else None
             if captions:
-                return [str(caption) for caption in captions]
+                return [captions] if isinstance(captions, str) else [str(caption) for caption in captions]
         if "txt" not in sample.members:
-            raise UserError(f"sample {sample.key} of {self.paths[sample.shard]} has no caption")
-        return [self._read(sample, "txt").decode("utf-8").strip()]
+            raise UserError(f"sample {self.name(index)} has no caption: give a .txt, or captions in its .json")
+        try:
+            return [self._read(sample, "txt").decode("utf-8").strip()]
+        except UnicodeDecodeError as error:
+            raise UserError(f"the caption of sample {self.name(index)} is not UTF-8; convert it") from error
 
     def name(self, index: int) -> str:
         sample = self.samples[index]

@@ -2,6 +2,6 @@
 
 from leanclip.evaluation.embed import Embedded, embed
 from leanclip.evaluation.panel import retrieval_panel
-from leanclip.evaluation.retrieval import retrieval_metrics
+from leanclip.evaluation.retrieval import RECALLS, retrieval_metrics
 
-__all__ = ["Embedded", "embed", "retrieval_metrics", "retrieval_panel"]
+__all__ = ["RECALLS", "Embedded", "embed", "retrieval_metrics", "retrieval_panel"]

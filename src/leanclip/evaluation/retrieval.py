@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 RECALL_AT = (1, 5, 10)
+DIRECTIONS = ("image_to_text", "text_to_image")
+RECALLS = tuple(f"{direction}_recall@{k}" for direction in DIRECTIONS for k in RECALL_AT)
 
 
 def retrieval_metrics(images: Tensor, texts: Tensor, image_of_text: Tensor) -> Mapping[str, float]:
@@ -22,7 +24,7 @@ def retrieval_metrics(images: Tensor, texts: Tensor, image_of_text: Tensor) -> M
         _rank(images[i] @ texts.T, i[:, None] == image_of_text[None, :]) for i in _tiles(len(images), images.device)
     ])  # fmt: skip
     found: dict[str, float] = {}
-    for direction, ranks in (("image_to_text", image_ranks), ("text_to_image", text_ranks)):
+    for direction, ranks in zip(DIRECTIONS, (image_ranks, text_ranks), strict=True):
         for k in RECALL_AT:
             found[f"{direction}_recall@{k}"] = (ranks < k).double().mean().item()
     return found | {"images": len(images), "captions": len(texts), "chance@10": min(1.0, 10 / len(images))}

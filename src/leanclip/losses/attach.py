@@ -1,6 +1,7 @@
 """Joins a loss value to the gradients that the engine computes."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,42 +13,53 @@ from leanclip.ops import Gradients
 Pull = Callable[..., Gradients]
 
 
-class AttachGradients(torch.autograd.Function):
-    """Returns `value` unchanged; its gradient for the embeddings is `pull`'s, for the parameters the given ones.
+def attach_gradients(
+    value: Tensor,
+    image: Tensor,
+    text: Tensor,
+    pull: Pull,
+    saved: Sequence[Tensor],
+    slopes: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """`value` with gradients: for the embeddings `pull`'s, for each parameter the slope it comes with.
 
     `pull(image, text, *saved, needs=...)` runs in the backward pass, so that evaluation pays for nothing.
     """
+    parameters, found = [parameter for parameter, _ in slopes], [slope for _, slope in slopes]
+    result = _AttachGradients.apply(image, text, value, pull, len(parameters), *parameters, *found, *saved)
+    assert isinstance(result, Tensor)
+    return result
 
+
+class _AttachGradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        image: Tensor,
-        text: Tensor,
-        parameters: Tensor,
-        value: Tensor,
-        slopes: Tensor,
-        pull: Pull,
-        *saved: Tensor,
+        ctx: Any, image: Tensor, text: Tensor, value: Tensor, pull: Pull, num_parameters: int, *tensors: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(image, text, slopes, *saved)
-        ctx.pull = pull
-        ctx.num_saved = len(saved)
-        return value.clone()
+        ctx.save_for_backward(image, text, *tensors[num_parameters:])
+        ctx.pull, ctx.num_parameters, ctx.num_tensors = pull, num_parameters, len(tensors)
+        return value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grad_outputs
-        image, text, slopes, *saved = ctx.saved_tensors
-        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        with torch.autocast(image.device.type, enabled=False):
-            found = ctx.pull(image, text, *saved, needs=needs)
+        image, text, *rest = ctx.saved_tensors
+        slopes, saved = rest[: ctx.num_parameters], rest[ctx.num_parameters :]
+        with without_autocast(image.device.type):
+            found = ctx.pull(image, text, *saved, needs=ctx.needs_input_grad[:2])
         image_grad = None if found.rows is None else _scaled(found.rows, grad, like=image)
         text_grad = None if found.cols is None else _scaled(found.cols, grad, like=text)
-        parameter_grad = slopes * grad if ctx.needs_input_grad[2] else None
-        return (image_grad, text_grad, parameter_grad, None, None, None, *[None] * ctx.num_saved)
+        others = [None] * (ctx.num_tensors - ctx.num_parameters)
+        return (image_grad, text_grad, None, None, None, *(slope * grad for slope in slopes), *others)
 
 
 def _scaled(tensor: Tensor, factor: Tensor, *, like: Tensor) -> Tensor:
     """tensor * factor in the dtype of `like`, multiplied before it is rounded and without a copy in between."""
     return torch.mul(tensor, factor, out=torch.empty_like(like, memory_format=torch.contiguous_format))
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leanclip.losses.attach import without_autocast
 from leanclip.losses.output import LossOutput
 
 
@@ -33,7 +34,7 @@ class ContrastiveLoss(nn.Module):
         each other's negatives.
         """
         image, text = same_precision(image_features, text_features)
-        with torch.autocast(image.device.type, enabled=False):
+        with without_autocast(image.device.type):
             return self.compute(image, text, sample_ids, text_ids, groups)
 
     def compute(

@@ -20,7 +20,7 @@ class LossConfig:
     lr_tau: float | None = None
     """Learning rate of the temperature."""
     rho: float | None = None
-    """How strongly the temperature is kept from shrinking (isogclr, fastclip-v2, fastclip-v3)."""
+    """How sharp the softmax over the negatives may become: a larger rho gives a smaller tau (isogclr, v2, v3)."""
     eps: float | None = None
     """Added to the running estimate before it divides (1e-14)."""
     eps_form: Literal["plain", "published"] | None = None
@@ -75,5 +75,5 @@ def check_names(loss: str, given: set[str], valid: tuple[str, ...]) -> None:
     """An unknown name is an error that lists the valid ones."""
     for name in sorted(given - set(valid)):
         near = difflib.get_close_matches(name, valid, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else "."
         raise ValueError(f"{loss} has no hyper-parameter {name!r}{hint} It takes: {', '.join(valid)}")

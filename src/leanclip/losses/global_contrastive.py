@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from leanclip import ops
-from leanclip.losses.attach import AttachGradients
+from leanclip.losses.attach import attach_gradients
 from leanclip.losses.base import ContrastiveLoss, work_dtype
 from leanclip.losses.gamma import InnerRate
 from leanclip.losses.normalizer import Normalizer
@@ -99,9 +99,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             by_image, by_text = ops.Terms(image_scale, log_weight[0]), ops.Terms(text_scale, log_weight[1])
             return engine.gradients(i, t, by_image, by_text, diagonal, pairs=pairs, needs=needs)
 
-        loss = AttachGradients.apply(
-            image, text, self._parameter(image), value, slopes, pull, *scale, log_weight, diagonal
-        )
+        loss = attach_gradients(value, image, text, pull, (*scale, log_weight, diagonal), slopes)
         return LossOutput(loss=loss, metrics=self._metrics(anchors, chosen))
 
     def rollback(self) -> None:
@@ -160,8 +158,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         negatives = max(log_g.shape[1] - 1, 1)
         return self.normalizer(log_g, log_u, negatives=negatives, gamma=self.gamma, shift=shift)
 
-    def _learn(self, anchors: Anchors, shift: Tensor | None, ids: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Store what the step taught in the per-sample state; return the gradient of the global temperature."""
+    def _learn(
+        self, anchors: Anchors, shift: Tensor | None, ids: tuple[Tensor, Tensor] | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Store what the step taught in the per-sample state; return the global temperature with its gradient."""
         if self.state is not None and ids is not None and self.training:
             values = {"log_u": anchors.log_u}
             if shift is not None:
@@ -170,8 +170,9 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 values |= self.temperature_rule.update(self.state, ids, anchors, self.epoch)
             self.state.write(ids, values)
         if self.temperature_gradient is None:
-            return anchors.log_g.new_zeros(0)
-        return self.temperature_gradient(anchors).reshape(1)
+            return []
+        assert isinstance(self.temperature_rule, GlobalTemperature)
+        return [(self.temperature_rule.log_inv_tau, self.temperature_gradient(anchors))]
 
     def _weights(self, anchors: Anchors, logit: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         """The log weight of each anchor's negatives beside exp(s_ij / tau_i), and the weight of its positive.
@@ -184,11 +185,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             return log_share - (anchors.log_norm + logit), anchors.ratio.sum(0) / (-2 * batch)
         log_weight = (inverse.log() + log_share) - (anchors.log_norm + logit)
         return log_weight, (anchors.ratio * inverse).sum(0) / (-2 * batch)
-
-    def _parameter(self, like: Tensor) -> Tensor:
-        if isinstance(self.temperature_rule, GlobalTemperature):
-            return self.temperature_rule.log_inv_tau.reshape(1)
-        return like.new_zeros(0)
 
     def _metrics(self, anchors: Anchors, implementation: str) -> Metrics:
         log_negatives = math.log(max(anchors.log_g.shape[1] - 1, 1))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from leanclip import ops
-from leanclip.losses.attach import AttachGradients
+from leanclip.losses.attach import attach_gradients
 from leanclip.losses.base import ContrastiveLoss, work_dtype
 from leanclip.losses.output import LossOutput
 from leanclip.losses.temperature import GlobalTemperature
@@ -46,10 +46,10 @@ class SigmoidLoss(ContrastiveLoss):
             weight = scale / batch
             found = engine.pairwise(image, text, scale, bias, weight, -weight.expand(batch), pairs=pairs, needs=needs)
             value = (found.softplus - (scale * positive + bias)).sum() / batch
-            slopes = torch.stack([
-                scale * (found.similarity - positive).sum(),  # d/dlog(1/tau)
-                found.weight.sum() - batch,
-            ]) / batch  # fmt: skip
+            slopes = [
+                (self.temperature_rule.log_inv_tau, weight * (found.similarity - positive).sum()),
+                (self.bias, found.weight.sum() / batch - 1),
+            ]
 
         saved = [gradient for gradient in found.gradients if gradient is not None]
 
@@ -57,6 +57,5 @@ class SigmoidLoss(ContrastiveLoss):
             kept = iter(saved)
             return ops.Gradients(*(next(kept) if need else None for need in needs))
 
-        parameters = torch.stack([self.temperature_rule.log_inv_tau, self.bias])
-        loss = AttachGradients.apply(image, text, parameters, value, slopes, pull, *saved)
+        loss = attach_gradients(value, image, text, pull, saved, slopes)
         return LossOutput(loss=loss, metrics={"tau": 1 / scale, "bias": self.bias.detach(), "implementation": chosen})

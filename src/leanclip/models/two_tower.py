@@ -108,9 +108,7 @@ def create_model(config: ModelConfig, *, siglip: bool = False) -> TwoTower:
     model_config: dict[str, Any] = siglip_start | found
     if config.force_image_size is not None:
         if "timm_model_name" in model_config["vision_cfg"]:
-            raise UserError(
-                f"--force-image-size does not work with {name}: its image tower has one size"
-            )
+            raise UserError(f"--force-image-size does not work with {name}: its image tower has one size")
         model_config["vision_cfg"]["image_size"] = config.force_image_size
     weights, preprocess = _pretrained(config)
     return _build(name, model_config, weights, preprocess)
@@ -167,6 +165,12 @@ def _pretrained(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
             + (f" (nearest: {', '.join(near)})" if near else " (it has none)")
         )
     tag = open_clip.get_pretrained_cfg(config.model, config.pretrained)
+    quick, own = tag.get("quick_gelu", False), model_config_of(config.model)[1].get("quick_gelu", False)
+    if quick != own:
+        other = f"{config.model}-quickgelu" if quick else config.model.removesuffix("-quickgelu")
+        raise UserError(
+            f"{config.pretrained} was trained with {'' if quick else 'no '}QuickGELU; use --model {other}"
+        )
     try:
         downloaded = Path(open_clip.download_pretrained(tag))
     except Exception as error:  # whatever the hub client raises: the remedy is the same

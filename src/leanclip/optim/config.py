@@ -10,7 +10,7 @@ class OptimConfig:
     opt: str = "adamw"
     """adamw, lamb, lion, sgdm, or any other name of timm's optimizer factory."""
     lr: float | None = None
-    """Peak learning rate. Default: a rule in the batch size (docs/algorithm.md)."""
+    """Peak learning rate. Default: interpolated from the published settings (docs/algorithm.md)."""
     lr_floor: float = 0.0
     """The cosine schedule ends here."""
     wd: float | None = None

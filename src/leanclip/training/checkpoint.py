@@ -26,6 +26,7 @@ class Position:
     epoch: int
     epoch_step: int
     samples: int
+    global_batch: int
     seconds: float
     best: float | None
 
@@ -37,6 +38,15 @@ def save_model(directory: Path, model: TwoTower, loss: ContrastiveLoss) -> None:
     weights = {name: value.cpu() for name, value in model.weights(loss.temperature(), bias).items()}
     save_file(weights, directory / WEIGHTS_FILE)
     (directory / CONFIG_FILE).write_text(json.dumps(model.open_clip_config(), indent=1))
+
+
+def save_best(checkpoints: Path, model: TwoTower, loss: ContrastiveLoss) -> None:
+    """Replace checkpoints/best."""
+    temporary = checkpoints / ".best.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    save_model(temporary, model, loss)
+    shutil.rmtree(checkpoints / "best", ignore_errors=True)
+    temporary.rename(checkpoints / "best")
 
 
 def save_checkpoint(

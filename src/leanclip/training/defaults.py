@@ -12,6 +12,7 @@ from leanclip.errors import UserError
 from leanclip.losses import LossConfig
 from leanclip.losses.registry import spec_of
 from leanclip.models import is_resnet
+from leanclip.optim import OptimConfig
 from leanclip.training.config import TrainConfig
 
 
@@ -24,12 +25,13 @@ class Published(NamedTuple):
     rho: float
     gamma_min: float
     decay_share: float  # of the epochs over which gamma falls
+    batch: float
 
 
 PUBLISHED = (
-    Published(2_723_840, 1e-3, 2e-4, 6.5, 0.2, 18 / 37),  # CC3M, RN50, batch 1,024
-    Published(9_187_328, 4e-4, 1e-4, 8.5, 0.2, 16 / 33),  # CC12M, ViT-B-32, batch 2,048
-    Published(315_658_316, 2e-4, 5e-5, 16.0, 0.8, 10 / 30),  # LAION400M, ViT-B-16, batch 5,120
+    Published(2_723_840, 1e-3, 2e-4, 6.5, 0.2, 18 / 37, 1024),  # CC3M, RN50
+    Published(9_187_328, 4e-4, 1e-4, 8.5, 0.2, 16 / 33, 2048),  # CC12M, ViT-B-32
+    Published(315_658_316, 2e-4, 5e-5, 16.0, 0.8, 10 / 30, 5120),  # LAION400M, ViT-B-16
 )
 
 
@@ -48,6 +50,7 @@ def interpolated(samples: int) -> Published:
                 low.rho + share * (high.rho - low.rho),
                 low.gamma_min + share * (high.gamma_min - low.gamma_min),
                 low.decay_share + share * (high.decay_share - low.decay_share),
+                low.batch * (high.batch / low.batch) ** share,
             )
     return points[-1]
 
@@ -70,7 +73,7 @@ def fill(config: TrainConfig, *, samples: int) -> TrainConfig:
     resnet = is_resnet(model_name)
     optim = replace(
         config.optim,
-        lr=config.optim.lr or rule.lr,
+        lr=config.optim.lr or rule.lr * min(1.0, math.sqrt(batch / rule.batch)),  # smaller batches, smaller steps
         wd=0.1 if config.optim.wd is None else config.optim.wd,
         beta1=0.9 if config.optim.beta1 is None else config.optim.beta1,
         beta2=(0.999 if resnet else 0.98) if config.optim.beta2 is None else config.optim.beta2,
@@ -86,7 +89,7 @@ def fill(config: TrainConfig, *, samples: int) -> TrainConfig:
         data=replace(config.data, global_batch_size=batch, batch_size=None),
         run=run,
         optim=optim,
-        loss=_fill_loss(config, rule),
+        loss=_fill_loss(config, rule, optim, epochs=-(-steps // (samples // batch))),
     )
 
 
@@ -97,16 +100,20 @@ def total_steps(config: TrainConfig, *, samples: int, batch: int) -> int:
     return min(steps, config.run.max_steps or steps)
 
 
-def _fill_loss(config: TrainConfig, rule: Published) -> LossConfig:
+def _fill_loss(config: TrainConfig, rule: Published, optim: OptimConfig, *, epochs: int) -> LossConfig:
     """What nobody gave: the rule's values where it has any for this loss, else the loss's own defaults."""
     spec = spec_of(config.run.loss)
     ruled = LossConfig(
         gamma_min=rule.gamma_min,
-        gamma_decay_epochs=max(1, round(rule.decay_share * config.run.epochs)),
+        gamma_decay_epochs=max(1, round(rule.decay_share * epochs)),
         rho=rule.rho,
         lr_tau=rule.lr_tau,
+        tau_betas=None if optim.beta1 is None or optim.beta2 is None else (optim.beta1, optim.beta2),
+        tau_adam_eps=optim.eps_opt,
     )
-    wanted = {"fastclip-v3": ("rho", "lr_tau")}.get(config.run.loss, ())
+    wanted = ("rho", "lr_tau") if spec.temperature == "robust" else ()
+    if spec.temperature == "individual":  # its Adam has the model optimizer's settings
+        wanted = ("tau_betas", "tau_adam_eps")
     cosine = spec.defaults.gamma_schedule == "cosine" and config.loss.gamma_schedule in (None, "cosine")
     names = (*wanted, *(("gamma_min", "gamma_decay_epochs") if cosine else ()))
     chosen = LossConfig(**{name: getattr(ruled, name) for name in names})

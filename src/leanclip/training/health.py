@@ -37,7 +37,7 @@ class HealthCheck:
         stuck = abs(loss / self.log_batch - 1) < 0.01 if run == "infonce" else abs(value("log_u_mean", 9.0)) < 0.02
         low, high = hyper.tau_min or 0.01, hyper.tau_max or 1.0
         too_low = run == "fastclip-v3" and tau < 0.1
-        remedy = "raise --rho or lower --lr-tau" if too_low else "change --lr-tau or the clamp"
+        remedy = "lower --rho or --lr-tau" if too_low else "change --lr-tau or the clamp"
         gap, gamma = value("estimate_gap", 0.0), value("gamma", 1.0)
         return {
             "stuck": (

@@ -9,9 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from leanclip.data import Batch
+from leanclip.errors import UserError
 from leanclip.evaluation import embed, retrieval_metrics, retrieval_panel
 from leanclip.optim import learning_rate, set_learning_rate
-from leanclip.training.checkpoint import Position, load_checkpoint, save_checkpoint, save_model
+from leanclip.training.checkpoint import Position, load_checkpoint, save_best, save_checkpoint
 from leanclip.training.health import HealthCheck
 from leanclip.training.metrics import MetricsLog, to_host
 from leanclip.training.progress import TrainingProgress
@@ -46,9 +47,12 @@ class _Clock:
 
 def train(job: Job, directory: RunDirectory, console: Console | None = None) -> Path:
     """Run a job to its end. Returns the last checkpoint."""
-    position = Position(step=0, epoch=0, epoch_step=0, samples=0, seconds=0.0, best=None)
+    batch = job.loader.batch
+    position = Position(step=0, epoch=0, epoch_step=0, samples=0, global_batch=batch, seconds=0.0, best=None)
     if job.resume_from is not None:
         position = load_checkpoint(job.resume_from, job.model, job.loss, job.optimizer, job.device)
+        if position.global_batch != batch:
+            raise UserError(f"the run has a global batch of {position.global_batch}, not {batch}; resume with that")
     log = MetricsLog(directory.metrics, resume_at=None if job.resume_from is None else position.step)
     directory.describe(status="running")
     try:
@@ -82,7 +86,7 @@ class _Trainer:
         saved: Path | None = None
         while self.step < job.steps:
             for batch in self.batches():
-                job.loss.set_epoch(self.epoch + self.epoch_step / job.loader.steps_per_epoch, run.epochs)
+                job.loss.set_epoch(self.epoch + self.epoch_step / job.loader.steps_per_epoch, job.epochs)
                 result = self.take_step(batch)
                 finished = self.step == job.steps
                 if self.step % run.log_every == 0 or finished:
@@ -158,7 +162,7 @@ class _Trainer:
         value = metrics.get(job.config.run.best_metric)
         if value is not None and self.step > 0 and (self.best is None or value > self.best):
             self.best = value
-            save_model(self.directory.checkpoints / "best", job.model, job.loss)
+            save_best(self.directory.checkpoints, job.model, job.loss)
         self.clock.lap()
 
     def save(self) -> Path:
@@ -169,6 +173,7 @@ class _Trainer:
             epoch=self.epoch + full,
             epoch_step=0 if full else self.epoch_step,
             samples=self.samples,
+            global_batch=job.loader.batch,
             seconds=self.clock.total(),
             best=self.best,
         )

@@ -19,15 +19,15 @@ CAPTION_WIDTH, CAPTION_LINES = 24, 3  # characters, of the picture's own font
 
 
 def preview(job: Job, directory: RunDirectory, console: Console) -> Path:
-    """Print the plan of the run and write dry_run.png into its directory."""
+    """Print the plan of the run and write a picture beside where its directory would be."""
     config = job.config
     table = Table(title=f"dry run of {config.run.name}", show_header=False)
     for name, value in _facts(job).items():
         table.add_row(name, value)
     console.print(table)
     batch = next(job.loader.epoch(0))
-    directory.path.mkdir(parents=True, exist_ok=True)
-    path = directory.path / "dry_run.png"
+    path = directory.path.with_name(f"{directory.path.name}.dry_run.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
     picture(job, batch).save(path)
     console.print(f"one augmented batch with its captions: {path}")
     return path

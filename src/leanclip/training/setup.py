@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from leanclip.data import Datasets, TrainingLoader, open_datasets
 from leanclip.errors import UserError
+from leanclip.evaluation import RECALLS
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
 from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower, create_model, model_config_of
@@ -34,6 +35,11 @@ class Job:
     resume_from: Path | None
 
     @property
+    def epochs(self) -> int:
+        """Epochs the run really takes, the last one perhaps not whole."""
+        return -(-self.steps // self.loader.steps_per_epoch)
+
+    @property
     def autocast(self) -> torch.autocast:
         enabled = self.config.run.precision in ("amp_bf16", "amp_bfloat16")
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
@@ -49,6 +55,8 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Datasets]:
         spec_of(config.run.loss)
     except ValueError as error:
         raise UserError(str(error)) from error
+    if config.run.best_metric not in RECALLS:
+        raise UserError(f"unknown --best-metric {config.run.best_metric!r}; choose from {', '.join(RECALLS)}")
     if config.model.model is not None:
         model_config_of(config.model.model)
     data = open_datasets(config.data, seed=config.run.seed)
@@ -60,7 +68,7 @@ def set_up(config: TrainConfig) -> Job:
     config, data = resolve(config)
     run, optim, batch = config.run, config.optim, config.data.global_batch_size
     assert run.device is not None and batch is not None and run.name is not None
-    device = _device(run.device)
+    device = device_of(run.device)
     resume_from = None if run.resume is None else find_checkpoint(run.resume, Path(run.logs) / run.name)
 
     if device.type == "cpu" and config.data.workers:
@@ -100,11 +108,16 @@ def set_up(config: TrainConfig) -> Job:
     )  # fmt: skip
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; a GPU if there is one where none is named."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"unknown device {name!r}; give cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name} is not supported; give cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {name}: PyTorch sees no GPU here; give cpu, or leave it out")
     return device

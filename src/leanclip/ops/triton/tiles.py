@@ -3,6 +3,9 @@
 Exponentials are base 2, because that is what the hardware has. Scales arrive in natural units and are turned here.
 """
 
+# Outside a kernel a jit function cannot be called, and is typed so.
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+
 import triton
 import triton.language as tl
 
@@ -64,17 +67,17 @@ def similarity_tile(
     TMA: tl.constexpr,
 ):
     """rows[row:row + BLOCK_R] @ cols[col:col + BLOCK_C].T in float32."""
-    sums = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    # One chain of DIM float32 additions would round more than cuBLAS does, and the scale multiplies that error.
+    WIDE: tl.constexpr = False if TMA else rows.dtype.element_ty == tl.float32
+    sums = tl.zeros((BLOCK_R, BLOCK_C), tl.float64 if WIDE else tl.float32)
     for k in range(0, DIM, BLOCK_K):
         left = load_block(rows, row, k, num_rows, DIM, BLOCK_R, BLOCK_K, TMA)
         right = load_block(cols, col, k, num_cols, DIM, BLOCK_C, BLOCK_K, TMA)
-        if left.dtype == tl.float32:
-            # Sum each block apart: one chain of DIM additions would round more than cuBLAS does. The product with
-            # zero stays in the program, so that the compiler does not join the chains again.
-            sums += tl.dot(left, right.T, sums * 0.0, input_precision="ieee")
+        if WIDE:
+            sums = tl.dot(left.to(tl.float64), right.to(tl.float64).T, sums, out_dtype=tl.float64)
         else:
             sums = tl.dot(left, right.T, sums)
-    return sums
+    return sums.to(tl.float32)
 
 
 @triton.jit
