@@ -48,6 +48,7 @@ class Row:
     low_ms: float | None  # 20th percentile
     high_ms: float | None  # 80th percentile
     extra_mib: float | None  # None where the device does not count it
+    queued_ms: float | None  # the device's own time: as in a training step, where the launches wait in its queue
     floor_ms: float
     times_floor: float | None
 
@@ -121,8 +122,8 @@ def providers(loss: str) -> dict[str, Callable[[Case], Step]]:
     return found
 
 
-def measure(case: Case, step: Step, repeats: int) -> tuple[list[float], float | None]:
-    """Milliseconds of each repeat, and the peak memory in MiB above what was allocated before."""
+def measure(case: Case, step: Step, repeats: int) -> tuple[list[float], list[float], float | None]:
+    """Milliseconds of each repeat, launched alone and queued, and the peak memory in MiB above what was allocated."""
     cuda = case.image.is_cuda
     for _ in range(3 if cuda else 1):
         case.clear()
@@ -136,19 +137,25 @@ def measure(case: Case, step: Step, repeats: int) -> tuple[list[float], float | 
         step()
         torch.cuda.synchronize()
         extra = (torch.cuda.max_memory_allocated() - before) / 2**20
-    times = []
+    times, queued = [], []
     for _ in range(repeats):
         case.clear()
         times.append(_milliseconds(step, cuda))
-    return times, extra
+        if cuda:
+            case.clear()
+            queued.append(_milliseconds(step, cuda, busy=True))
+    return times, queued, extra
 
 
-def _milliseconds(step: Step, cuda: bool) -> float:
+def _milliseconds(step: Step, cuda: bool, *, busy: bool = False) -> float:
+    """With `busy` the device has other work first, so that the host has launched everything when the clock starts."""
     if not cuda:
         start = time.perf_counter()
         step()
         return 1e3 * (time.perf_counter() - start)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if busy:
+        torch.cuda._sleep(20_000_000)  # clock cycles: about 10 ms
     begin.record()
     step()
     end.record()
@@ -196,10 +203,11 @@ def _bench_one(
 ) -> Row | None:
     floor = OPERATIONS[loss] * batch**2 * dim / rate
     times: list[float] = []
+    queued: list[float] = []
     extra = None
     try:
         case = Case(loss, batch, dim, dtype, device)
-        times, extra = measure(case, build(case), repeats)
+        times, queued, extra = measure(case, build(case), repeats)
     except torch.cuda.OutOfMemoryError:
         print(f"{loss} {provider} B={batch} d={dim}: out of memory")
     except (ImportError, RuntimeError, AssertionError) as error:
@@ -210,6 +218,7 @@ def _bench_one(
         if device == "cuda":
             torch.cuda.empty_cache()
     low, median, high = _percentiles(times)
+    device_only = _percentiles(queued)[1]
     row = Row(
         date=datetime.date.today().isoformat(),
         device=_device_name(device),
@@ -225,11 +234,14 @@ def _bench_one(
         low_ms=low,
         high_ms=high,
         extra_mib=None if extra is None else round(extra, 1),
+        queued_ms=device_only,
         floor_ms=round(floor, 4),
         times_floor=None if median is None else round(median / floor, 3),
     )
     memory = "" if extra is None else f"{extra / 1024:8.2f} GiB"
     speed = "" if median is None else f"{median:10.3f} ms {median / floor:7.2f}x floor"
+    if device_only is not None:
+        speed += f" ({device_only:.3f} ms queued)"
     print(f"{loss:12s} {provider:20s} B={batch:<7d} d={dim:<5d} {speed} {memory}", flush=True)
     return row
 

@@ -148,6 +148,7 @@ def strip_sums(
     strip_row = first_row + strip * STRIP * BLOCK_R
     for row in range(strip_row, tl.minimum(strip_row + STRIP * BLOCK_R, end_row), BLOCK_R):
         similarity = similarity_tile(rows, cols, row, col, end_row, num_cols, DIM, BLOCK_R, BLOCK_C, BLOCK_K, TMA)
+        similarity = similarity.to(tl.float32)
         if not is_plain(row, col, end_row, num_cols, offset, BLOCK_R, BLOCK_C, GROUPS):
             similarity = leave_out(
                 similarity, row, col, end_row, num_cols, offset, row_groups, col_groups,
@@ -327,6 +328,7 @@ def running_sums(
     weighted = tl.zeros((BLOCK,), tl.float32)
     for col in range(0, num_others, BLOCK_C):
         similarity = similarity_tile(anchors, others, row, col, end, num_others, DIM, BLOCK, BLOCK_C, BLOCK_K, False)
+        similarity = similarity.to(tl.float32)
         similarity = leave_out(
             similarity, row, col, end, num_others, offset, anchor_groups, other_groups,
             BLOCK, BLOCK_C, MASK_POSITIVES, GROUPS,

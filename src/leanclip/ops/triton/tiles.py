@@ -66,8 +66,10 @@ def similarity_tile(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """rows[row:row + BLOCK_R] @ cols[col:col + BLOCK_C].T in float32."""
-    # One chain of DIM float32 additions would round more than cuBLAS does, and the scale multiplies that error.
+    """rows[row:row + BLOCK_R] @ cols[col:col + BLOCK_C].T: in float32, for float32 embeddings in float64.
+
+    Rounded to float32 before the scale multiplies it, the similarity would be what limits a float32 result.
+    """
     WIDE: tl.constexpr = False if TMA else rows.dtype.element_ty == tl.float32
     sums = tl.zeros((BLOCK_R, BLOCK_C), tl.float64 if WIDE else tl.float32)
     for k in range(0, DIM, BLOCK_K):
@@ -77,7 +79,7 @@ def similarity_tile(
             sums = tl.dot(left.to(tl.float64), right.to(tl.float64).T, sums, out_dtype=tl.float64)
         else:
             sums = tl.dot(left, right.T, sums)
-    return sums.to(tl.float32)
+    return sums
 
 
 @triton.jit
