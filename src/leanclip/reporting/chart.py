@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 380, 196
-LEFT, RIGHT, TOP, BOTTOM = 46, 370, 10, 172
+LEFT, RIGHT, TOP, BOTTOM = 54, 370, 10, 172
 BUCKETS = 240
 COLOURS = 6
 
