@@ -1,12 +1,40 @@
 """What all losses have in common: the calls that a training loop makes."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from leanclip.distributed import Ranks
 from leanclip.losses.attach import without_autocast
 from leanclip.losses.output import LossOutput
+
+
+class Local(NamedTuple):
+    """A rank's embeddings, of one precision, and their place in the global batch."""
+
+    image: Tensor
+    text: Tensor
+    ranks: Ranks
+    batch: int
+
+    @property
+    def mine(self) -> slice:
+        return self.ranks.share(self.batch)
+
+    def gathered(self) -> tuple[Tensor, Tensor]:
+        """Everybody's image and text embeddings, by one collective."""
+        if self.ranks.size == 1:
+            return self.image.detach(), self.text.detach()
+        both = self.ranks.gather(torch.cat([self.image, self.text], 1).detach(), self.batch)
+        image, text = both.chunk(2, 1)
+        return image.contiguous(), text.contiguous()
+
+    def everybodys(self, vector: Tensor | None) -> Tensor | None:
+        """A vector of one number per local sample, for the whole batch, on the compute device."""
+        if vector is None:
+            return None
+        return self.ranks.gather(vector.to(self.image.device, non_blocking=True), self.batch)
 
 
 class ContrastiveLoss(nn.Module):
@@ -26,21 +54,34 @@ class ContrastiveLoss(nn.Module):
         *,
         text_ids: Tensor | None = None,
         groups: Tensor | None = None,
+        global_batch: int | None = None,
     ) -> LossOutput:
         """The loss of a batch; row i of both embeddings is sample `sample_ids[i]`.
+
+        Where torch.distributed is initialised, every rank gives its part of the global batch and gets the loss of the
+        whole, with the complete gradient of its own embeddings times the number of ranks: averaged by DDP, the
+        parameters' gradients are those of one process. Ranks have equal parts, or those of `Ranks.share` of
+        `global_batch`.
 
         The losses with a state per sample need the ids. `text_ids` gives captions a state of their own instead of
         their image's. Samples with the same number in `groups` (several captions of one image in a batch) are not
         each other's negatives.
         """
         image, text = same_precision(image_features, text_features)
+        ranks = Ranks.current()
+        batch = len(image) * ranks.size if global_batch is None else global_batch
+        mine = ranks.share(batch)
+        if mine.stop - mine.start != len(image):
+            raise ValueError(
+                f"rank {ranks.rank} of {ranks.size} has {len(image)} samples, but its share of a global batch of"
+                f" {batch} is {mine.stop - mine.start}"
+            )
         with without_autocast(image.device.type):
-            return self.compute(image, text, sample_ids, text_ids, groups)
+            return self.compute(Local(image, text, ranks, batch), sample_ids, text_ids, groups)
 
     def compute(
         self,
-        image: Tensor,
-        text: Tensor,
+        local: "Local",
         sample_ids: Tensor | None,
         text_ids: Tensor | None,
         groups: Tensor | None,

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from leanclip import ops
 from leanclip.losses.attach import attach_gradients
-from leanclip.losses.base import ContrastiveLoss, work_dtype
+from leanclip.losses.base import ContrastiveLoss, Local, work_dtype
 from leanclip.losses.gamma import InnerRate
 from leanclip.losses.normalizer import Normalizer
 from leanclip.losses.output import LossOutput, Metric, Metrics
 from leanclip.losses.sample_state import SampleState
+from leanclip.losses.similarities import Similarities
 from leanclip.losses.temperature import Anchors, ConstantTemperature, GlobalTemperature, IndividualTemperature
 
 
@@ -65,41 +66,29 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         return self.temperature_rule.mean()
 
     def compute(
-        self,
-        image: Tensor,
-        text: Tensor,
-        sample_ids: Tensor | None,
-        text_ids: Tensor | None,
-        groups: Tensor | None,
+        self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None, groups: Tensor | None
     ) -> LossOutput:
-        ids = self._ids(sample_ids, text_ids, image)
-        pairs = ops.Pairs(mask_positives=True, row_groups=groups, col_groups=groups)
+        image, text, batch = local.image, local.text, local.batch
+        ids = self._ids(sample_ids, text_ids, local)
         chosen, engine = ops.implementation(self.implementation, image)
 
         with torch.no_grad():
             tau = self._tau(ids, work_dtype(image))
             inverse = tau.reciprocal()
-            scale = (inverse, inverse) if inverse.ndim == 0 else inverse.unbind()
-            positive = (image.to(tau.dtype) * text).sum(1)
-            by_image, by_text = engine.statistics(image, text, *scale, pairs=pairs)
-            assert by_text is not None
+            matrix = Similarities(engine, local, inverse, local.everybodys(groups))
+            log_sum, mean, positive = matrix.statistics()
             logit = positive * inverse
-            log_sum, mean = (torch.stack(both) for both in zip(by_image, by_text, strict=True))
-            log_g = log_sum - (logit + math.log(max(len(image) - 1, 1)))
+            log_g = log_sum - (logit + math.log(max(batch - 1, 1)))
             mean_l = (mean - positive) * inverse
-            shift = self._shift(image, text, logit, inverse, ids)
+            shift = self._shift(matrix, logit, inverse, ids)
             log_norm, log_u = self._normalise(log_g, ids, shift)
             anchors = Anchors(tau, log_g, mean_l, log_norm, log_u, (log_g - log_norm).exp())
             slopes = self._learn(anchors, shift, ids)
             log_weight, diagonal = self._weights(anchors, logit, inverse)
             value = self.value(anchors)
 
-        def pull(i: Tensor, t: Tensor, *saved: Tensor, needs: tuple[bool, bool]) -> ops.Gradients:
-            image_scale, text_scale, log_weight, diagonal = saved
-            by_image, by_text = ops.Terms(image_scale, log_weight[0]), ops.Terms(text_scale, log_weight[1])
-            return engine.gradients(i, t, by_image, by_text, diagonal, pairs=pairs, needs=needs)
-
-        loss = attach_gradients(value, image, text, pull, (*scale, log_weight, diagonal), slopes)
+        saved = (*matrix.saved(), log_weight, diagonal)
+        loss = attach_gradients(value, image, text, matrix.pull, saved, slopes)
         return LossOutput(loss=loss, metrics=self._metrics(anchors, chosen))
 
     def rollback(self) -> None:
@@ -111,8 +100,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if self.state is not None:
             self.state.resize(num_samples)
 
-    def _ids(self, sample_ids: Tensor | None, text_ids: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The ids of the images and of the texts, checked, on the device; one tensor where they are the same."""
+    def _ids(self, sample_ids: Tensor | None, text_ids: Tensor | None, local: Local) -> tuple[Tensor, Tensor] | None:
+        """The ids of all images and all texts, checked, on the device; one tensor where they are the same."""
         if self.state is None:
             return None
         if sample_ids is None:
@@ -129,10 +118,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             if given is None:
                 ids.append(ids[0])
                 continue
-            if len(given) != len(like):
-                raise ValueError(f"{len(given)} ids for {len(like)} embeddings")
+            if len(given) != len(local.image):
+                raise ValueError(f"{len(given)} ids for {len(local.image)} embeddings")
             self.state.check(given)
-            ids.append(given.to(like.device, non_blocking=True))
+            ids.append(local.everybodys(given))
         return ids[0], ids[1]
 
     def _tau(self, ids: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> Tensor:
@@ -142,12 +131,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         return self.temperature_rule.mean().to(dtype)
 
     def _shift(
-        self, image: Tensor, text: Tensor, logit: Tensor, inverse: Tensor, ids: tuple[Tensor, Tensor] | None
+        self, matrix: Similarities, logit: Tensor, inverse: Tensor, ids: tuple[Tensor, Tensor] | None
     ) -> Tensor | None:
         """The largest exponent that each sample ever met, where `eps_form` asks for it."""
         if self.state is None or ids is None or "shift_image" not in self.state.initial:
             return None
-        largest = torch.stack([ops.row_maxima(image, text), ops.row_maxima(text, image)])
+        largest = torch.stack([ops.row_maxima(*matrix.everyone), ops.row_maxima(*matrix.everyone[::-1])])
         return torch.maximum(self.state.read("shift", ids).to(logit.dtype), largest * inverse - logit)
 
     def _normalise(

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from leanclip import ops
 from leanclip.losses.attach import attach_gradients
-from leanclip.losses.base import ContrastiveLoss, work_dtype
-from leanclip.losses.output import LossOutput
+from leanclip.losses.base import ContrastiveLoss, Local, work_dtype
+from leanclip.losses.output import LossOutput, Metrics
 from leanclip.losses.temperature import GlobalTemperature
 
 
@@ -28,34 +28,46 @@ class SigmoidLoss(ContrastiveLoss):
         return self.temperature_rule.mean()
 
     def compute(
-        self,
-        image: Tensor,
-        text: Tensor,
-        sample_ids: Tensor | None,
-        text_ids: Tensor | None,
-        groups: Tensor | None,
+        self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None, groups: Tensor | None
     ) -> LossOutput:
-        pairs = ops.Pairs(row_groups=groups, col_groups=groups)
+        image, text, ranks, batch = local
         chosen, engine = ops.implementation(self.implementation, image)
         needs = (image.requires_grad and torch.is_grad_enabled(), text.requires_grad and torch.is_grad_enabled())
 
         with torch.no_grad():
-            dtype, batch = work_dtype(image), len(image)
-            scale, bias = 1 / self.temperature().to(dtype), self.bias.to(dtype)
-            positive = (image.to(dtype) * text.to(dtype)).sum(1)
+            dtype = work_dtype(image)
+            scale, bias = self.temperature().to(dtype).reciprocal(), self.bias.to(dtype)
+            positive = (image.to(dtype) * text).sum(1)
             weight = scale / batch
-            found = engine.pairwise(image, text, scale, bias, weight, -weight.expand(batch), pairs=pairs, needs=needs)
-            value = (found.softplus - (scale * positive + bias)).sum() / batch
-            slopes = [
-                (self.temperature_rule.log_inv_tau, weight * (found.similarity - positive).sum()),
-                (self.bias, found.weight.sum() / batch - 1),
-            ]
+            all_images, all_texts = local.gathered()
+            all_groups, mine = local.everybodys(groups), local.mine
+            pairs = ops.Pairs(
+                offset=mine.start, row_groups=None if all_groups is None else all_groups[mine], col_groups=all_groups
+            )
+            terms = (scale, bias, weight, -weight.expand(len(image)))
+            found = engine.pairwise(
+                image, all_texts, *terms, pairs=pairs, needs=(needs[0], needs[1] and ranks.size == 1)
+            )
+            gradients = found.gradients
+            if ranks.size > 1:
+                other = engine.pairwise(text, all_images, *terms, pairs=pairs, needs=(needs[1], False)).gradients
+                gradients = ops.Gradients(
+                    *(None if g is None else g * ranks.size for g in (gradients.rows, other.rows))
+                )
+            sums = torch.stack([
+                (found.softplus - (scale * positive + bias)).sum(),
+                (found.similarity - positive).sum(),
+                found.weight.sum(),
+            ])  # fmt: skip
+            value, similarity, answers = (ranks.sum(sums) / batch).unbind()
+            slopes = [(self.temperature_rule.log_inv_tau, scale * similarity), (self.bias, answers - 1)]
 
-        saved = [gradient for gradient in found.gradients if gradient is not None]
+        saved = [gradient for gradient in gradients if gradient is not None]
 
         def pull(i: Tensor, t: Tensor, *saved: Tensor, needs: tuple[bool, bool]) -> ops.Gradients:
             kept = iter(saved)
             return ops.Gradients(*(next(kept) if need else None for need in needs))
 
         loss = attach_gradients(value, image, text, pull, saved, slopes)
-        return LossOutput(loss=loss, metrics={"tau": 1 / scale, "bias": self.bias.detach(), "implementation": chosen})
+        metrics = {"tau": lambda: scale.reciprocal(), "bias": self.bias.detach().clone(), "implementation": chosen}
+        return LossOutput(loss=loss, metrics=Metrics(metrics))

@@ -1,0 +1,77 @@
+"""N processes equal one on the concatenated batch: loss, every gradient, temperatures and state."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from worker import BATCH, CASES, SAMPLES, run
+
+from leanclip.distributed import Ranks
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks_results(request, tmp_path_factory):
+    """What each of N gloo processes found; their shares are unequal."""
+    folder = tmp_path_factory.mktemp("ranks")
+    size = request.param
+    worker = Path(__file__).with_name("worker.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(worker), str(rank), str(size), str(folder / "meeting"), str(folder / "out")],
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(size)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors.decode()[-3000:]
+    return size, [torch.load(folder / f"out-{rank}", weights_only=True) for rank in range(size)]
+
+
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def assert_equal_to_one_process(size, found, alone):
+    for key, right in alone.items():
+        if key in ("image", "text"):
+            # Each rank has the complete gradient of its own embeddings, times the number of ranks.
+            assert torch.allclose(
+                torch.cat([result[key] for result in found]) / size, right, rtol=1e-9, atol=1e-14
+            ), key
+        else:
+            for result in found:
+                assert torch.allclose(result[key], right, rtol=1e-9, atol=1e-14), key
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: "-".join([CASES[index][0], *CASES[index][1]]))
+def test_ranks_equal_one_process(index, ranks_results, float64):
+    size, results = ranks_results
+    assert_equal_to_one_process(
+        size, [result[index] for result in results], run(CASES[index][0], CASES[index][1], Ranks(0, 1, None))
+    )
+
+
+def test_equal_shares_need_no_padding(ranks_results, float64):
+    size, results = ranks_results
+    alone = run("fastclip-v3", {}, Ranks(0, 1, None), total=BATCH - BATCH % size)
+    assert_equal_to_one_process(size, [result["even"] for result in results], alone)
+
+
+def test_a_wrong_share_is_an_error(ranks_results):
+    size, results = ranks_results
+    for rank, result in enumerate(results):
+        assert f"rank {rank} of {size} has {rank + 1} samples, but its share" in result["complaint"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16])
+def test_shares_cover_the_batch_once(size):
+    shares = [Ranks(rank, size, None).share(SAMPLES) for rank in range(size)]
+    assert [i for share in shares for i in range(share.start, share.stop)] == list(range(SAMPLES))
+    lengths = [share.stop - share.start for share in shares]
+    assert max(lengths) - min(lengths) <= 1
