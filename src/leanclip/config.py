@@ -48,6 +48,10 @@ def override(config: TrainConfig, values: Mapping[str, Any], source: str) -> Tra
             raise UserError(f"{source}: unknown key {name!r}{hint}")
         component = type(getattr(config, owners[name]))
         changes.setdefault(owners[name], {})[name] = _typed(component, name, value, source)
+    given = changes.get("data", {})
+    for one, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
+        if one in given and other not in given:
+            given[other] = None  # a later source says it the other way
     try:
         return replace(config, **{part: replace(getattr(config, part), **new) for part, new in changes.items()})
     except ValueError as error:
@@ -77,7 +81,10 @@ def _typed(component: type, name: str, value: Any, source: str) -> Any:
             return value
         raise UserError(f"{source}: {name} is {value!r}; choose from {', '.join(literals)}")
     if isinstance(value, list):
-        value = tuple(value)
+        items = next((get_args(option) for option in options if get_args(option)), ())
+        if len(value) != len(items) or not all(type(item) in (int, float) for item in value):
+            raise UserError(f"{source}: {name} is {value!r}; expected {len(items) or 'no'} numbers")
+        return tuple(float(item) for item in value)
     if float in options and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     expected = tuple(

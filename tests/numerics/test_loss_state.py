@@ -1,6 +1,7 @@
 """What the losses remember: properties of the per-sample state, the temperature and the inner rate."""
 
 import math
+import pickle
 import warnings
 
 import pytest
@@ -212,11 +213,43 @@ def test_bad_arguments_are_explained(call, message):
 
 def test_a_forgotten_set_epoch_is_warned_about_once():
     loss = leanclip.create_loss("fastclip-v3", num_samples=SAMPLES).double()
-    with pytest.warns(UserWarning, match="set_epoch"):
+    with pytest.warns(UserWarning, match="set_epoch") as caught:
         step(loss, *batch(8))
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(loss, *batch(9))
+
+
+def test_a_set_epoch_that_is_not_repeated_is_warned_about():
+    loss = create("fastclip-v3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):  # 6 x 8 samples of 30
+            step(loss, *batch(8))
+    with pytest.warns(UserWarning, match="set_epoch"):
+        step(loss, *batch(9))
+
+
+@pytest.mark.parametrize("name", leanclip.LOSSES)
+@pytest.mark.parametrize("case", ["alone", "one group"])
+def test_anchors_without_negatives_teach_nothing_infinite(name, case):
+    loss = leanclip.create_loss(name, num_samples=None if name in ("infonce", "siglip") else SAMPLES).double()
+    image, text, ids = batch(10, size=1 if case == "alone" else 8)
+    groups = None if case == "alone" else torch.zeros(8, dtype=torch.int64)
+    for epoch in range(3):
+        loss.set_epoch(epoch, 3)
+        loss.zero_grad()
+        output = loss(image, text, ids, groups=groups)
+        gradients = torch.autograd.grad(output.loss, (image, text, *loss.parameters()))
+        assert all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        assert all(math.isfinite(float(value)) for value in output.metrics.values() if not isinstance(value, str))
+
+
+@pytest.mark.parametrize("name", leanclip.LOSSES)
+def test_a_loss_can_be_pickled(name):
+    loss = leanclip.create_loss(name, num_samples=None if name in ("infonce", "siglip") else SAMPLES)
+    assert pickle.loads(pickle.dumps(loss)).temperature() == loss.temperature()
 
 
 @pytest.mark.parametrize(("schedule", "gamma_min"), [("constant", 0.6), ("cosine", 0.2), ("auto", None)])

@@ -1,5 +1,6 @@
 """Bad input gets one line that names cause and remedy, exit code 2, no traceback."""
 
+import os
 import subprocess
 import sys
 
@@ -33,6 +34,12 @@ def train(*arguments):
         (train("--precision", "bf32"), ["bf32", "amp_bf16", "fp32"]),
         (train("--epochs", "many"), ["--epochs", "many"]),
         (train("--epochs", "0"), ["epochs is 0", "at least 1"]),
+        (train("--tau", "abc"), ["--tau 'abc': expected FLOAT"]),
+        (train("--aug-scale", "0.5"), ["--aug-scale '0.5': expected FLOAT FLOAT"]),
+        (train("--seed", "-1"), ["seed is -1"]),
+        (train("--tau", "0.001"), ["tau is 0.001", "tau_min 0.01"]),
+        (train("--opt", "adan"), ["--opt adan"]),
+        (train("--train-data", "x{1..3"), ["braces"]),
         (train("--opt", "adamww"), ["adamww", "adamw"]),
         (train("--rho", "3"), ["infonce has no hyper-parameter 'rho'", "tau"]),
         (train("--train-data", "absent-{0..3}.tar"), ["no such file", "absent-0.tar"]),
@@ -99,8 +106,27 @@ def test_a_checkpoint_of_another_model(capsys, tmp_path):
     other = ["--resume", "latest", "--logs", str(tmp_path), "--max-steps", "9", "--warmup", "0"]
     line = complaint(train("--name", "one", "--batch-size", "8", *other), capsys)
     assert "global batch of 4, not 8" in line
+    assert "global_batch_size = 4" in (tmp_path / "one" / "config.toml").read_text()  # a refused resume wrote nothing
     line = complaint(train("--name", "one", *arguments), capsys)
     assert "exists" in line and "--resume latest" in line and "--overwrite" in line
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors", "model.json"])
+def test_junk_files(name, capsys, tmp_path):
+    (tmp_path / name).write_text("{junk")
+    flag = "--model" if name.endswith("json") else "--pretrained"
+    assert name in complaint(train(flag, str(tmp_path / name)), capsys)
+    assert "give another --logs" in complaint(train("--logs", str(tmp_path / name), "--name", "x"), capsys)
+
+
+def test_errors_are_plain_on_a_plain_terminal():
+    command = [sys.executable, "-m", "leanclip", "train", "--modle", "x"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    expected = (
+        "leanclip: Unrecognized options: --modle, x; did you mean --model? (leanclip train --help lists the flags)"
+    )
+    assert (done.returncode, done.stderr.strip()) == (2, expected)
 
 
 def test_overwrite_spares_what_is_not_a_run(capsys, tmp_path):

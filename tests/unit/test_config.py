@@ -33,6 +33,24 @@ def test_batch_size_per_process_replaces_the_recipes_global_one():
         parse_command(["--batch-size", "32", "--global-batch-size", "64"])
 
 
+def test_a_later_source_says_the_batch_its_own_way(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("batch_size = 64\n")
+    settings = parse_command(["--recipe", "demo", "--config", str(file)]).settings
+    assert settings.data.batch_size == 64 and settings.data.global_batch_size is None
+    settings = parse_command(["--config", str(file), "--global-batch-size", "32"]).settings
+    assert settings.data.batch_size is None and settings.data.global_batch_size == 32
+
+
+def test_another_loss_drops_what_was_said_for_the_first(tmp_path):
+    config = repeatable(fill(parse_command(["--loss", "fastclip-v3"]).settings, samples=1000))
+    save_toml(config, tmp_path / "config.toml")
+    settings = parse_command(["--config", str(tmp_path / "config.toml"), "--loss", "infonce"]).settings
+    assert settings.loss.rho is None
+    settings = parse_command(["--config", str(tmp_path / "config.toml"), "--rho", "3"]).settings
+    assert settings.loss.rho == 3 and settings.loss.lr_tau == config.loss.lr_tau
+
+
 def test_open_clip_flags_keep_their_names():
     typed = (
         "--model RN50 --pretrained x.pt --train-data a --val-data b --batch-size 8 --epochs 2 --lr 1e-3 --wd 0.2"
@@ -61,6 +79,8 @@ def test_a_resolved_configuration_survives_its_file(tmp_path):
         ("precision = 'fp8'", "choose from amp_bf16"),
         ("epochs = 0", "at least 1"),
         ("aug_scale = [0.9, 0.1]", "smallest"),
+        ("aug_scale = [0.9]", "expected 2 numbers"),
+        ("tau_betas = ['a', 'b']", "expected 2 numbers"),
         ("epochs = ", "not valid TOML"),
     ],
 )

@@ -32,6 +32,12 @@ def test_recalls_equal_a_plain_computation(captions):
     assert found["images"] == 37 and found["captions"] == 37 * captions and found["chance@10"] == 10 / 37
 
 
+def test_a_broken_model_finds_nothing():
+    broken = torch.full((20, 4), float("nan"))
+    found = retrieval_metrics(broken, broken, torch.arange(20))
+    assert found["text_to_image_recall@10"] == 0 and found["image_to_text_recall@10"] == 0
+
+
 def test_a_collapsed_model_finds_nothing():
     same = torch.ones(20, 4) / 2
     found = retrieval_metrics(same, same, torch.arange(20))

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from leanclip.cli.parse import Positional, parse
 from leanclip.config import load_toml, override
-from leanclip.data import DataConfig, open_datasets
+from leanclip.data import DataConfig, open_validation
 from leanclip.errors import UserError
 from leanclip.evaluation import embed, retrieval_metrics
 from leanclip.inference import find_model, load_model
@@ -40,8 +40,8 @@ def run(arguments: list[str]) -> None:
     command = parse(EvaluateCommand, arguments, command="evaluate", description=DESCRIPTION)
     directory = find_model(Path(command.checkpoint))
     config = _data_config(directory, command.val_data)
-    data = open_datasets(config.data, seed=config.run.seed) if command.val_data is None else None
-    subset = open_datasets(DataConfig(train_data=command.val_data), seed=0).train if data is None else data.val
+    data = config.data if command.val_data is None else DataConfig(val_data=command.val_data, train_data="unused")
+    subset, note = open_validation(data, seed=config.run.seed)
     if subset is None:
         raise UserError("the run has no validation data; give --val-data")
     device = device_of(command.device)
@@ -59,8 +59,8 @@ def run(arguments: list[str]) -> None:
     console.print(table)
     console.print(f"held-out text-to-image recall@10: {metrics['text_to_image_recall@10']:.1%} "
                   f"(chance {metrics['chance@10']:.1%})")  # fmt: skip
-    if data is not None and data.note:
-        console.print(data.note)
+    if note:
+        console.print(note)
     if command.json is not None:
         Path(command.json).write_text(json.dumps(metrics, indent=1))
 

@@ -40,17 +40,18 @@ def parse(kind: type[T], arguments: list[str], *, command: str, description: str
 
 def one_line(boxed: str) -> str:
     """tyro's boxed complaint as a sentence: the first paragraph, and its nearest flag."""
-    lines = [line.strip("│╭╮╰╯─ \t") for line in boxed.splitlines()]
+    plain = re.sub(r"\[/?[a-z ]+\]", "", boxed)
+    lines = [re.sub(r"^[│╭╮╰╯─|+\s]+|[│╭╮╰╯─|+\s]+$|^-{3,}$|-{5,}", "", line).strip() for line in plain.splitlines()]
     text = [line for line in lines[1:] if line]
     if "Perhaps you meant:" in text:
         at = text.index("Perhaps you meant:")
         nearest = text[at + 1].split()[0] if at + 1 < len(text) else ""
         return f"{' '.join(text[:at])}; did you mean {nearest}?"
-    end = next(
-        (i for i, line in enumerate(text) if line.startswith(("Argument helptext", "For full helptext"))), None
-    )
+    ends = ("Argument helptext", "For full helptext", "Got errors")
+    end = next((i for i, line in enumerate(text) if line.startswith(ends)), None)
     sentence = " ".join(text[:end])
-    return (
-        re.sub(r"\s*Got errors:.*?(could not convert|invalid|input length|does not)", r" \1", sentence)
-        or boxed.strip()
-    )
+    unread = re.match(r"Error parsing (\S+): no type matching (.+?) could be instantiated from \[(.*)\]", sentence)
+    if unread:
+        flag, kind, value = unread.groups()
+        return f"{flag} {value}: expected {kind.replace('{None}|', '').strip('{}')}"
+    return re.sub(r"^Error parsing settings\.\w+: ", "", sentence) or boxed.strip()

@@ -9,6 +9,7 @@ from rich.console import Console
 from leanclip import __version__
 from leanclip.cli.parse import parse
 from leanclip.config import load_toml, override, save_toml
+from leanclip.losses import LossConfig
 from leanclip.recipes import load_recipe
 from leanclip.training import RunDirectory, TrainConfig, describe, set_up, train
 from leanclip.training.preview import preview
@@ -52,7 +53,8 @@ def run(arguments: list[str]) -> None:
         preview(job, directory, console)
         return
     directory.prepare(overwrite=job.config.run.overwrite, resuming=job.resume_from is not None)
-    save_toml(repeatable(job.config), directory.config)
+    if job.resume_from is None or not directory.config.exists():
+        save_toml(repeatable(job.config), directory.config)
     directory.describe(**describe(job, __version__))
     if job.data.note:
         console.print(job.data.note)
@@ -69,8 +71,12 @@ def parse_command(arguments: list[str]) -> TrainCommand:
     if chosen["config"] is not None:
         settings = override(settings, load_toml(Path(chosen["config"])), chosen["config"])
     typed = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
-    if "--batch-size" in typed and settings.data.global_batch_size is not None:
-        settings = replace(settings, data=replace(settings.data, global_batch_size=None))
+    for one, other in (("--batch-size", "global_batch_size"), ("--global-batch-size", "batch_size")):
+        if one in typed:
+            settings = replace(settings, data=replace(settings.data, **{other: None}))
+    loss = _value_of("loss", arguments)
+    if loss is not None and loss != settings.run.loss:
+        settings = replace(settings, loss=LossConfig())  # what was said for the other loss
     default = TrainCommand(recipe=chosen["recipe"], config=chosen["config"], settings=settings)
     return parse(TrainCommand, arguments, command="train", description=DESCRIPTION, default=default)
 

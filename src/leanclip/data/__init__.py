@@ -2,7 +2,7 @@
 
 from leanclip.data.batch import Batch
 from leanclip.data.config import DataConfig
-from leanclip.data.datasets import Datasets, Subset, open_datasets
+from leanclip.data.datasets import Datasets, Subset, open_datasets, open_validation
 from leanclip.data.loader import TrainingLoader, evaluation_images
 from leanclip.data.shards import Shards
 
@@ -15,4 +15,5 @@ __all__ = [
     "TrainingLoader",
     "evaluation_images",
     "open_datasets",
+    "open_validation",
 ]

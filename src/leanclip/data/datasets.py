@@ -33,20 +33,34 @@ class Datasets:
 
 def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
     """Index the training and validation data. Without a train_data, those that come with the package."""
-    bundled = config.train_data is None
-    train = Shards(str(BUNDLED / "train-*.tar") if config.train_data is None else config.train_data)
-    val_data = config.val_data or (str(BUNDLED / "val-*.tar") if bundled and not config.val_split else None)
-    everything = np.arange(len(train))
-    note = BUNDLED_NOTE if bundled and config.val_data is None else None
+    train = _train_shards(config)
     if config.val_split:
-        held_out = round(config.val_split * len(train))
-        if not 0 < held_out < len(train):
-            raise UserError(f"--val-split {config.val_split} of {len(train)} samples leaves an empty set; change it")
-        shuffled = np.random.default_rng([seed, 0x5EED]).permutation(everything)
-        val, kept = np.sort(shuffled[:held_out]), np.sort(shuffled[held_out:])
-        return Datasets(Subset(train, kept), Subset(train, val), note)
-    val = None
-    if val_data is not None:
-        shards = Shards(val_data)
-        val = Subset(shards, np.arange(len(shards)))
-    return Datasets(Subset(train, everything), val, note)
+        kept, held_out = _split(len(train), config.val_split, seed)
+        note = BUNDLED_NOTE if config.train_data is None else None
+        return Datasets(Subset(train, kept), Subset(train, held_out), note)
+    val, note = open_validation(config, seed=seed)
+    return Datasets(Subset(train, np.arange(len(train))), val, note)
+
+
+def open_validation(config: DataConfig, *, seed: int) -> tuple[Subset | None, str | None]:
+    """The held-out data alone, and the note that goes with figures on them."""
+    if config.val_split:
+        shards = _train_shards(config)
+        return Subset(shards, _split(len(shards), config.val_split, seed)[1]), None
+    if config.val_data is None and config.train_data is not None:
+        return None, None
+    shards = Shards(config.val_data or str(BUNDLED / "val-*.tar"))
+    return Subset(shards, np.arange(len(shards))), BUNDLED_NOTE if config.val_data is None else None
+
+
+def _train_shards(config: DataConfig) -> Shards:
+    return Shards(str(BUNDLED / "train-*.tar") if config.train_data is None else config.train_data)
+
+
+def _split(count: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which samples train and which are held out."""
+    held_out = round(share * count)
+    if not 0 < held_out < count:
+        raise UserError(f"--val-split {share} of {count} samples leaves an empty set; change it")
+    shuffled = np.random.default_rng([seed, 0x5EED]).permutation(count)
+    return np.sort(shuffled[held_out:]), np.sort(shuffled[:held_out])

@@ -20,7 +20,7 @@ def decode_image(shards: Shards, index: int) -> Image.Image:
             warnings.simplefilter("ignore")  # a broken EXIF block says nothing about the pixels
             image = Image.open(io.BytesIO(shards.image_bytes(index)))
             return image.convert("RGB")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"cannot decode the image of sample {shards.name(index)} ({error}); remove it") from error
 
 

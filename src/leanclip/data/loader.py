@@ -45,6 +45,7 @@ class TrainingLoader:
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
             prefetch_factor=4 if workers else None,
+            generator=torch.Generator(),  # else every epoch would draw a seed from the model's random numbers
         )
 
     @property
@@ -113,5 +114,7 @@ def evaluation_images(
     shards: Shards, ids: np.ndarray, transform: Callable[..., Tensor], *, batch: int, workers: int
 ) -> Iterator[Tensor]:
     """The images in order, preprocessed as at inference."""
-    loader = DataLoader(_Images(shards, ids, transform), batch_size=batch, num_workers=workers)
+    loader = DataLoader(
+        _Images(shards, ids, transform), batch_size=batch, num_workers=workers, generator=torch.Generator()
+    )
     yield from loader

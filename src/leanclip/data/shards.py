@@ -111,7 +111,11 @@ class Shards:
 def expand(pattern: str) -> list[Path]:
     """The files of a path, glob or brace pattern, in a stable order."""
     paths: list[Path] = []
-    for part in braceexpand.braceexpand(pattern):
+    try:
+        parts = list(braceexpand.braceexpand(pattern))
+    except ValueError as error:
+        raise UserError(f"the braces of {pattern!r} do not match: {error}") from error
+    for part in parts:
         if Path(part).is_dir():
             part = str(Path(part) / "*.tar")
         matches = sorted(glob.glob(part)) if glob.has_magic(part) else [part]

@@ -33,7 +33,7 @@ def retrieval_metrics(images: Tensor, texts: Tensor, image_of_text: Tensor) -> M
 def _rank(scores: Tensor, right: Tensor) -> Tensor:
     """How many wrong candidates stand before the best right one, per row."""
     best = scores.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
-    return ((scores >= best) & ~right).sum(1)
+    return (~(scores < best) & ~right).sum(1)  # a NaN stands before everything
 
 
 def _tiles(count: int, device: torch.device | None = None, size: int = 4096) -> list[Tensor]:

@@ -50,11 +50,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.temperature_rule, self.state = temperature, state
         self.normalizer, self.value, self.temperature_gradient = normalizer, value, temperature_gradient
         self.inner_rate, self.weight_by_tau = inner_rate, weight_by_tau
-        self.gamma, self.epoch, self.epoch_was_set = 1.0, 0, False
+        self.gamma, self.epoch = 1.0, 0
+        self._since_set_epoch: float = math.inf  # samples; more than there are means that a call was forgotten
 
     def set_epoch(self, epoch: float, epochs: int) -> None:
         """Tell the loss where the run is: moves gamma. With `gamma_per_step` give the epoch with its fraction."""
-        self.epoch, self.epoch_was_set = math.floor(epoch), True
+        self.epoch, self._since_set_epoch = math.floor(epoch), 0.0
         if self.inner_rate is not None:
             self.gamma = self.inner_rate(epoch, epochs)
 
@@ -106,13 +107,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             return None
         if sample_ids is None:
             raise ValueError(f"{self.name} keeps a state per sample: call loss(image, text, sample_ids)")
-        if self.training and not self.epoch_was_set:
-            self.epoch_was_set = True
-            warnings.warn(
-                f"{self.name}: set_epoch(epoch, epochs) was never called, so gamma stays 1 and the running estimates"
-                " forget everything; call it at the start of every epoch",
-                stacklevel=6,
-            )
+        if self.training:
+            self._notice_forgotten_epoch(local.batch)
         ids = []
         for given in (sample_ids, text_ids):
             if given is None:
@@ -121,8 +117,19 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             if len(given) != len(local.image):
                 raise ValueError(f"{len(given)} ids for {len(local.image)} embeddings")
             self.state.check(given)
-            ids.append(local.everybodys(given))
+            ids.append(local.everybodys(given.to(torch.int64)))
         return ids[0], ids[1]
+
+    def _notice_forgotten_epoch(self, batch: int) -> None:
+        assert self.state is not None
+        if self._since_set_epoch > 1.5 * self.state.num_samples:
+            self._since_set_epoch = -math.inf  # once is enough
+            warnings.warn(
+                f"{self.name}: set_epoch(epoch, epochs) was not called for more than an epoch, so gamma stays"
+                f" {self.gamma:g}; call it at the start of every epoch",
+                stacklevel=8,
+            )
+        self._since_set_epoch += batch
 
     def _tau(self, ids: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> Tensor:
         if isinstance(self.temperature_rule, IndividualTemperature):
@@ -179,16 +186,16 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         log_negatives = math.log(max(anchors.log_g.shape[1] - 1, 1))
         metrics: dict[str, Metric] = {
             "tau": lambda: anchors.tau.mean(),
-            "effective_negatives": lambda: (anchors.log_g + log_negatives - anchors.mean_l).mean().exp(),
+            "effective_negatives": lambda: (anchors.log_g + log_negatives - anchors.mean_l).exp().mean(),
             "implementation": implementation,
         }
         state = self.state
         if state is not None:
             metrics |= {
                 "gamma": self.gamma,
-                "log_u_mean": lambda: anchors.log_u.mean(),
-                "log_u_spread": lambda: anchors.log_u.std(correction=0),
-                "estimate_gap": lambda: (anchors.log_g - anchors.log_u).abs().mean(),
+                "log_u_mean": lambda: anchors.finite_log_u().mean(),
+                "log_u_spread": lambda: anchors.finite_log_u().std(correction=0),
+                "estimate_gap": lambda: (anchors.log_g - anchors.log_u).nan_to_num(0.0, 0.0, 0.0).abs().mean(),
                 "never_visited": lambda: 1 - state.visited / state.num_samples,
             }
         return Metrics(metrics)

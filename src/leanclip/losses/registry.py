@@ -1,6 +1,7 @@
 """Which loss is which: the names, what each takes, its defaults, and how it is put together."""
 
 import difflib
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -116,6 +117,10 @@ def loss_from_config(
     given = {key for key, value in asdict(config).items() if value is not None}
     check_names(name, given, spec.takes)
     hyper = config.over(spec.defaults)
+    if hyper.tau is not None and not (hyper.tau_min or 0.0) <= hyper.tau <= (hyper.tau_max or math.inf):
+        raise ValueError(
+            f"tau is {hyper.tau}; it must lie between tau_min {hyper.tau_min} and tau_max {hyper.tau_max}"
+        )
     if spec.running and num_samples is None:
         raise ValueError(f"{name} keeps a state per sample: give num_samples, the size of the training set")
     if name == "siglip":

@@ -26,6 +26,10 @@ class Anchors(NamedTuple):
     log_u: Tensor  # (2, B) the running estimate after the update
     ratio: Tensor  # (2, B) g / norm
 
+    def finite_log_u(self) -> Tensor:
+        """log u, or the normaliser's floor log(eps) for an anchor that never had a negative."""
+        return torch.where(self.log_u.isneginf(), self.log_norm, self.log_u)
+
     def slope(self) -> Tensor:
         """-tau d/dtau of g / norm, norm held constant."""
         return self.ratio * self.mean_l
@@ -60,7 +64,7 @@ class GlobalTemperature(nn.Module):
         self.drops = drops
         if drops:
             self.register_buffer("previous", self.log_inv_tau.detach().clone())
-        self.register_state_dict_pre_hook(lambda module, *_: module.settle())
+        self.register_state_dict_pre_hook(_settle_first)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -79,6 +83,12 @@ class GlobalTemperature(nn.Module):
         return (-self.log_inv_tau.detach()).exp()
 
 
+def _settle_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Before the state is read. A plain function, so that the loss can be pickled."""
+    assert isinstance(module, GlobalTemperature)
+    module.settle()
+
+
 def plain_gradient(factor: float, anchors: Anchors) -> Tensor:
     """d/dlog(1/tau) of factor * mean_i[g1/norm1 + g2/norm2], norms constant: InfoNCE (1/2), fastclip-v0 (1)."""
     return 2 * factor * anchors.slope().mean()
@@ -89,7 +99,7 @@ def robust_gradient(rho: float, form: Literal["published", "exact"], anchors: An
     slope = anchors.slope().mean()
     if form == "exact":
         return anchors.tau * (slope - rho - anchors.log_norm.mean())
-    return anchors.tau * (2 * slope - rho - anchors.log_u.mean())
+    return anchors.tau * (2 * slope - rho - anchors.finite_log_u().mean())
 
 
 class IndividualTemperature(nn.Module):

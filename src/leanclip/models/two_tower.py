@@ -127,8 +127,11 @@ def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
         path = Path(model)
         if not path.is_file():
             raise UserError(f"no such model config file: {path}")
-        config = json.loads(path.read_text())
-        config = config.get("model_cfg", config)
+        try:
+            config = json.loads(path.read_text())
+            config = config.get("model_cfg", config)
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{path} is not an open_clip model config ({error})") from error
         if missing := {"embed_dim", "vision_cfg", "text_cfg"} - set(config):
             raise UserError(f"{path} is no open_clip model config: it lacks {', '.join(sorted(missing))}")
         return path.stem, config
@@ -202,9 +205,11 @@ def _build(name: str, config: dict[str, Any], weights: Path | None, preprocess: 
 def _load_weights(clip: Any, path: Path, name: str) -> None:
     try:
         open_clip.load_checkpoint(clip, str(path), weights_only=True)
-    except (RuntimeError, KeyError, AttributeError, AssertionError) as error:
+    except Exception as error:  # whatever the many formats raise, the remedy is the same
         reason = str(error).strip().splitlines()
         detail = next(
             (line.strip() for line in reason[1:] if line.strip()), reason[0] if reason else type(error).__name__
         )
-        raise UserError(f"{path} does not hold weights of {name} ({detail[:160]}); give its own --model") from error
+        raise UserError(
+            f"{path} does not hold weights of {name} ({type(error).__name__}: {detail[:160]}); give its own --model"
+        ) from error

@@ -43,4 +43,7 @@ def create_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optim
     extra: dict[str, Any] = {"momentum": config.momentum}
     if "sgd" not in name and name != "momentum":
         extra = {"betas": (config.beta1, config.beta2), "eps": config.eps_opt}
-    return create_optimizer_v2(groups, opt=name, lr=config.lr, weight_decay=config.wd, **extra)  # pyright: ignore[reportArgumentType]
+    try:
+        return create_optimizer_v2(groups, opt=name, lr=config.lr, weight_decay=config.wd, **extra)  # pyright: ignore[reportArgumentType]
+    except (TypeError, IndexError, ValueError, ImportError, AssertionError) as error:
+        raise UserError(f"--opt {config.opt} does not take the usual settings ({error}); choose another") from error

@@ -83,9 +83,7 @@ def find_checkpoint(resume: str, run: Path) -> Path:
     raise UserError(f"--resume {resume}: there is no checkpoint in {given}; start without --resume")
 
 
-def load_checkpoint(
-    directory: Path, model: TwoTower, loss: ContrastiveLoss, optimizer: Optimizer, device: torch.device
-) -> Position:
+def load_checkpoint(directory: Path, loss: ContrastiveLoss, optimizer: Optimizer, device: torch.device) -> Position:
     """Restore everything. The weights were loaded with the model; here come optimizer, loss and random state."""
     state: dict[str, Any] = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)
     try:

@@ -22,7 +22,7 @@ class RunConfig:
     epochs: int = 32
     """Passes over the training data."""
     max_steps: int | None = None
-    """Stop after this many steps, whatever --epochs says. The schedules end there too."""
+    """Stop after this many steps, if --epochs would take more. The schedules end there too."""
     loss: str = "fastclip-v3"
     """infonce, siglip, sogclr, isogclr, fastclip-v0, fastclip-v1, fastclip-v2 or fastclip-v3."""
     implementation: Literal["auto", "reference", "tiled", "triton"] = "auto"
@@ -51,6 +51,8 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}; it must be 0 or more")
         if self.eval_every is not None and self.eval_every < 0:
             raise ValueError(f"eval_every is {self.eval_every}; it must be 0 or more")
         if self.resume is not None and self.overwrite:

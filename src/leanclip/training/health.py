@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 
+from leanclip.losses.registry import spec_of
 from leanclip.training.config import TrainConfig
 
 PATIENCE = 20  # logged steps in a row before a warning
@@ -21,7 +22,7 @@ class HealthCheck:
             if streak < 0:
                 continue
             self._streaks[name] = streak + 1 if sick else 0
-            if self._streaks[name] >= PATIENCE or (name == "non-finite" and sick):
+            if self._streaks[name] >= PATIENCE:
                 self._streaks[name] = -1
                 yield advice
 
@@ -33,10 +34,10 @@ class HealthCheck:
         loss, hyper, run = value("loss", 0.0), self.config.loss, self.config.run.loss
         warm = step > 2 * (self.config.optim.warmup or 0)
         tau = value("tau", 0.07)
-        learned = "log_u_mean" not in metrics or run in ("fastclip-v0", "fastclip-v3")
+        learned = run not in ("sogclr", "fastclip-v1")
         stuck = abs(loss / self.log_batch - 1) < 0.01 if run == "infonce" else abs(value("log_u_mean", 9.0)) < 0.02
         low, high = hyper.tau_min or 0.01, hyper.tau_max or 1.0
-        too_low = run == "fastclip-v3" and tau < 0.1
+        too_low = "rho" in spec_of(run).takes and tau < 0.1
         remedy = "lower --rho or --lr-tau" if too_low else "change --lr-tau or the clamp"
         gap, gamma = value("estimate_gap", 0.0), value("gamma", 1.0)
         return {
@@ -53,9 +54,5 @@ class HealthCheck:
                 warm and gap > 2.0 and gamma < 1.0,
                 f"the running estimates lag {gap:.1f} nats behind the model: raise --gamma-min (now {gamma:.2f}) or"
                 " lower --lr",
-            ),
-            "non-finite": (
-                not math.isfinite(value("grad_norm", 0.0)) or not math.isfinite(loss),
-                "the gradient is not finite, so the step was skipped: lower --lr, or set --grad-clip-norm 1",
             ),
         }  # fmt: skip

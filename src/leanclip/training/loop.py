@@ -9,10 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from leanclip.data import Batch
-from leanclip.errors import UserError
 from leanclip.evaluation import embed, retrieval_metrics, retrieval_panel
 from leanclip.optim import learning_rate, set_learning_rate
-from leanclip.training.checkpoint import Position, load_checkpoint, save_best, save_checkpoint
+from leanclip.training.checkpoint import Position, save_best, save_checkpoint
 from leanclip.training.health import HealthCheck
 from leanclip.training.metrics import MetricsLog, to_host
 from leanclip.training.progress import TrainingProgress
@@ -47,12 +46,7 @@ class _Clock:
 
 def train(job: Job, directory: RunDirectory, console: Console | None = None) -> Path:
     """Run a job to its end. Returns the last checkpoint."""
-    batch = job.loader.batch
-    position = Position(step=0, epoch=0, epoch_step=0, samples=0, global_batch=batch, seconds=0.0, best=None)
-    if job.resume_from is not None:
-        position = load_checkpoint(job.resume_from, job.model, job.loss, job.optimizer, job.device)
-        if position.global_batch != batch:
-            raise UserError(f"the run has a global batch of {position.global_batch}, not {batch}; resume with that")
+    position = job.position
     log = MetricsLog(directory.metrics, resume_at=None if job.resume_from is None else position.step)
     directory.describe(status="running")
     try:
@@ -74,6 +68,7 @@ class _Trainer:
         self.job, self.directory, self.log, self.progress = job, directory, log, progress
         self.step, self.samples, self.best = position.step, position.samples, position.best
         self.epoch, self.epoch_step = position.epoch, position.epoch_step
+        self.skipped = 0
         self.clock = _Clock(time.perf_counter(), before=position.seconds)
         self.health = HealthCheck(job.config, batch=job.loader.batch)
 
@@ -122,6 +117,12 @@ class _Trainer:
         result = training_step(
             job.model, job.loss, job.optimizer, batch, autocast=job.autocast, grad_clip_norm=optim.grad_clip_norm
         )
+        self.skipped += result.skipped
+        if result.skipped:
+            self.progress.print(
+                f"warning: step {self.step + 1} was skipped, its gradient is not finite ({self.skipped} so far): "
+                "lower --lr, or set --grad-clip-norm 1"
+            )
         self.step += 1
         self.epoch_step += 1
         self.samples += len(batch)
@@ -138,7 +139,7 @@ class _Trainer:
         seconds = self.clock.total()
         self.log.train(
             step=self.step, epoch=self.epochs_done, samples=self.samples, seconds=round(seconds, 3), lr=self.lr,
-            samples_per_second=rate, data_wait=wait, **metrics,
+            samples_per_second=rate, data_wait=wait, skipped_steps=self.skipped, **metrics,
         )  # fmt: skip
         left = (self.job.steps - self.step) * self.job.loader.batch / max(rate, 1e-9)
         line = f"loss {metrics['loss']:.4f}  tau {metrics['tau']:.4f}  {rate:,.0f} samples/s  data wait {wait:.0%}"

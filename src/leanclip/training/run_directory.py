@@ -41,7 +41,7 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def prepare(self, *, overwrite: bool, resuming: bool) -> None:
-        if self.path.exists() and not resuming and any(self.path.iterdir()):
+        if self.path.is_dir() and not resuming and any(self.path.iterdir()):
             if not overwrite:
                 raise UserError(
                     f"{self.path} exists; give another --name, --resume latest to go on with it, or --overwrite"
@@ -51,7 +51,10 @@ class RunDirectory:
                     f"{self.path} is no run of leanclip, so --overwrite leaves it alone; give another --name"
                 )
             shutil.rmtree(self.path)
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make {self.checkpoints} ({error.strerror}); give another --logs") from error
 
     def describe(self, **facts: Any) -> None:
         """Add facts to run.json."""

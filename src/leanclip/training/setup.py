@@ -15,7 +15,7 @@ from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
 from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower, create_model, model_config_of
 from leanclip.optim import create_optimizer, weight_decay_groups
-from leanclip.training.checkpoint import find_checkpoint
+from leanclip.training.checkpoint import Position, find_checkpoint, load_checkpoint
 from leanclip.training.config import TrainConfig
 from leanclip.training.defaults import fill, total_steps
 
@@ -32,6 +32,7 @@ class Job:
     optimizer: Optimizer
     loader: TrainingLoader
     steps: int
+    position: Position  # where it starts
     resume_from: Path | None
 
     @property
@@ -102,9 +103,14 @@ def set_up(config: TrainConfig) -> Job:
         workers=config.data.workers,
         pin_memory=device.type == "cuda",
     )
+    position = Position(step=0, epoch=0, epoch_step=0, samples=0, global_batch=batch, seconds=0.0, best=None)
+    if resume_from is not None:
+        position = load_checkpoint(resume_from, loss, optimizer, device)
+        if position.global_batch != batch:
+            raise UserError(f"the run has a global batch of {position.global_batch}, not {batch}; resume with that")
     return Job(
         config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, loader=loader,
-        steps=total_steps(config, samples=len(data.train), batch=batch), resume_from=resume_from,
+        steps=total_steps(config, samples=len(data.train), batch=batch), position=position, resume_from=resume_from,
     )  # fmt: skip
 
 

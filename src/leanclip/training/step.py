@@ -18,6 +18,7 @@ class StepResult:
 
     loss: Tensor
     grad_norm: Tensor
+    skipped: bool  # because a gradient was not finite
     metrics: Mapping[str, Tensor | float | str]
 
 
@@ -37,9 +38,11 @@ def training_step(
     output.loss.backward()
 
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip_norm or torch.inf)
-    if torch.isfinite(grad_norm):  # the one place where a step waits for the device
+    own = [parameter.grad for parameter in loss.parameters() if parameter.grad is not None]
+    finite = bool(torch.isfinite(sum(own, grad_norm)))  # the one place where a step waits for the device
+    if finite:
         optimizer.step()
     else:
         loss.rollback()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss=output.loss.detach(), grad_norm=grad_norm, metrics=output.metrics)
+    return StepResult(loss=output.loss.detach(), grad_norm=grad_norm, skipped=not finite, metrics=output.metrics)

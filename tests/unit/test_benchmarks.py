@@ -1,0 +1,32 @@
+"""Benchmarks rot unless something runs them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "expected"),
+    [
+        ("bench_loss.py", [], ["infonce", "siglip", "open_clip", "x floor"]),
+        ("bench_state.py", [], ["fastclip-v3 state", "of the step"]),
+        ("bench_losses_on_emoji.py", ["--loss", "siglip", "fastclip-v2"], ["siglip", "fastclip-v2", "chance 5.0%"]),
+    ],
+)
+def test_every_benchmark_runs(script, arguments, expected, tmp_path):
+    command = [sys.executable, str(BENCHMARKS / script), "--quick", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for word in expected:
+        assert word in done.stdout
+    assert list(tmp_path.iterdir()) == []  # a quick run keeps nothing
+
+
+def test_all_benchmarks_are_listed_here():
+    source = Path(__file__).read_text()
+    for path in BENCHMARKS.glob("bench_*.py"):
+        assert path.name in source

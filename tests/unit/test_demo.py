@@ -1,0 +1,27 @@
+"""What the README promises of the bundled data. Minutes long."""
+
+import json
+
+import pytest
+
+import leanclip
+from leanclip.cli import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def recall(tmp_path, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--recipe", "demo", "--name", "run", "--logs", str(tmp_path), *arguments])
+    assert stop.value.code == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "eval"][-1]["metrics"]["text_to_image_recall@10"]
+
+
+def test_the_demo_learns(tmp_path):
+    assert recall(tmp_path) >= 0.5
+
+
+@pytest.mark.parametrize("loss", leanclip.LOSSES)
+def test_every_loss_learns(loss, tmp_path):
+    assert recall(tmp_path, "--loss", loss) >= 0.45
