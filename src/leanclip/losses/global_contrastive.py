@@ -76,15 +76,19 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         with torch.no_grad():
             tau = self._tau(ids, work_dtype(image))
             inverse = tau.reciprocal()
+            # 1. statistics
             matrix = Similarities(engine, local, inverse, local.everybodys(groups))
             log_sum, mean, positive = matrix.statistics()
             logit = positive * inverse
             log_g = log_sum - (logit + math.log(max(batch - 1, 1)))
             mean_l = (mean - positive) * inverse
+            # 2. normaliser
             shift = self._shift(matrix, logit, inverse, ids)
             log_norm, log_u = self._normalise(log_g, ids, shift)
             anchors = Anchors(tau, log_g, mean_l, log_norm, log_u, (log_g - log_norm).exp())
+            # 3. temperature and state
             slopes = self._learn(anchors, shift, ids)
+            # 4. gradients: the weights now, the products in the backward pass
             log_weight, diagonal = self._weights(anchors, logit, inverse)
             value = self.value(anchors)
 
