@@ -25,8 +25,8 @@ def attach_gradients(
 
     `pull(image, text, *saved, needs=...)` runs in the backward pass, so that evaluation pays for nothing.
     """
-    parameters, found = [parameter for parameter, _ in slopes], [slope for _, slope in slopes]
-    result = _AttachGradients.apply(image, text, value, pull, len(parameters), *parameters, *found, *saved)
+    kept = (*(slope for _, slope in slopes), *saved)  # in a tuple: torch looks at every argument of its own
+    result = _AttachGradients.apply(image, text, value, pull, kept, *(parameter for parameter, _ in slopes))
     assert isinstance(result, Tensor)
     return result
 
@@ -34,10 +34,16 @@ def attach_gradients(
 class _AttachGradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, image: Tensor, text: Tensor, value: Tensor, pull: Pull, num_parameters: int, *tensors: Tensor
+        ctx: Any,
+        image: Tensor,
+        text: Tensor,
+        value: Tensor,
+        pull: Pull,
+        kept: tuple[Tensor, ...],
+        *parameters: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(image, text, *tensors[num_parameters:])
-        ctx.pull, ctx.num_parameters, ctx.num_tensors = pull, num_parameters, len(tensors)
+        ctx.save_for_backward(image, text, *kept)
+        ctx.pull, ctx.num_parameters = pull, len(parameters)
         return value
 
     @staticmethod
@@ -50,8 +56,7 @@ class _AttachGradients(torch.autograd.Function):
             found = ctx.pull(image, text, *saved, needs=ctx.needs_input_grad[:2])
         image_grad = None if found.rows is None else _scaled(found.rows, grad, like=image)
         text_grad = None if found.cols is None else _scaled(found.cols, grad, like=text)
-        others = [None] * (ctx.num_tensors - ctx.num_parameters)
-        return (image_grad, text_grad, None, None, None, *(slope * grad for slope in slopes), *others)
+        return (image_grad, text_grad, None, None, None, *(slope * grad for slope in slopes))
 
 
 def _scaled(tensor: Tensor, factor: Tensor, *, like: Tensor) -> Tensor:
