@@ -1,5 +1,6 @@
 """leanclip train: from the command line to the training loop."""
 
+import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from rich.console import Console
 from leanclip import __version__
 from leanclip.cli.parse import parse
 from leanclip.config import load_toml, override, save_toml
+from leanclip.errors import UserError
 from leanclip.losses import LossConfig
 from leanclip.recipes import load_recipe
 from leanclip.training import RunDirectory, TrainConfig, describe, set_up, train
@@ -45,6 +47,10 @@ def run(arguments: list[str]) -> None:
         for name, summary in list_recipes():
             print(f"{name:<24} {summary}")
         return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "leanclip train runs on one process so far; start it without torchrun (the losses alone can more)"
+        )
     console = Console(soft_wrap=True, highlight=False)
     job = set_up(command.settings)
     assert job.config.run.name is not None
