@@ -224,7 +224,7 @@ def _bench_one(
         device=_device_name(device),
         torch=torch.__version__,
         triton=_version("triton"),
-        leanclip=_version("leanclip"),
+        leanclip=leanclip.__version__,
         loss=loss,
         provider=provider,
         dtype=str(dtype)[6:],

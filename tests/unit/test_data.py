@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from leanclip.data import DataConfig, Shards, TrainingLoader, open_datasets
+from leanclip.data import DataConfig, Shards, TrainingLoader, open_datasets, open_validation
 from leanclip.data.datasets import BUNDLED
 from leanclip.data.order import epoch_batches
 from leanclip.data.shards import expand
@@ -114,6 +114,8 @@ def test_val_split_holds_out_without_overlap():
     assert data.val is not None
     assert len(data.val) == 183 and len(data.train) == 1647
     assert not set(data.val.ids) & set(data.train.ids)
+    alone, note = open_validation(DataConfig(val_split=0.1), seed=4)
+    assert alone is not None and (alone.ids == data.val.ids).all() and note == data.note is not None
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 import leanclip
 from browser import find_browser, inspect_page
 from leanclip.cli import main
+from leanclip.data.datasets import BUNDLED
 
 
 def command(*arguments):
@@ -89,6 +90,10 @@ def test_a_run_is_evaluated_loaded_and_reported(tmp_path, capsys):
     assert "recall@10" in shown and "unseen renders of known concepts" in shown
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures == pytest.approx(evaluated[-1]["metrics"], abs=1e-6)
+
+    other = BUNDLED / "val-000000.tar"
+    command("evaluate", run, "--val-data", other, "--json", tmp_path / "other.json", "--device", "cpu")
+    assert json.loads((tmp_path / "other.json").read_text()) == pytest.approx(figures)
 
     model, _, tokenizer = leanclip.load(run)
     assert not model.training

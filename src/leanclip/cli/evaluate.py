@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from leanclip.cli.parse import Positional, parse
 from leanclip.config import load_toml, override
-from leanclip.data import DataConfig, open_validation
+from leanclip.data import open_validation
 from leanclip.errors import UserError
 from leanclip.evaluation import embed, retrieval_metrics
 from leanclip.inference import find_model, load_model
@@ -40,7 +40,9 @@ def run(arguments: list[str]) -> None:
     command = parse(EvaluateCommand, arguments, command="evaluate", description=DESCRIPTION)
     directory = find_model(Path(command.checkpoint))
     config = _data_config(directory, command.val_data)
-    data = config.data if command.val_data is None else DataConfig(val_data=command.val_data, train_data="unused")
+    data = config.data
+    if command.val_data is not None:
+        data = replace(data, val_data=command.val_data, val_split=0.0)
     subset, note = open_validation(data, seed=config.run.seed)
     if subset is None:
         raise UserError("the run has no validation data; give --val-data")

@@ -36,8 +36,7 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
     train = _train_shards(config)
     if config.val_split:
         kept, held_out = _split(len(train), config.val_split, seed)
-        note = BUNDLED_NOTE if config.train_data is None else None
-        return Datasets(Subset(train, kept), Subset(train, held_out), note)
+        return Datasets(Subset(train, kept), Subset(train, held_out), _note(config))
     val, note = open_validation(config, seed=seed)
     return Datasets(Subset(train, np.arange(len(train))), val, note)
 
@@ -46,11 +45,15 @@ def open_validation(config: DataConfig, *, seed: int) -> tuple[Subset | None, st
     """The held-out data alone, and the note that goes with figures on them."""
     if config.val_split:
         shards = _train_shards(config)
-        return Subset(shards, _split(len(shards), config.val_split, seed)[1]), None
+        return Subset(shards, _split(len(shards), config.val_split, seed)[1]), _note(config)
     if config.val_data is None and config.train_data is not None:
         return None, None
     shards = Shards(config.val_data or str(BUNDLED / "val-*.tar"))
-    return Subset(shards, np.arange(len(shards))), BUNDLED_NOTE if config.val_data is None else None
+    return Subset(shards, np.arange(len(shards))), _note(config)
+
+
+def _note(config: DataConfig) -> str | None:
+    return BUNDLED_NOTE if config.train_data is None and config.val_data is None else None
 
 
 def _train_shards(config: DataConfig) -> Shards:
