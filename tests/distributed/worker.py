@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.functional import normalize
 
 import leanclip
-from leanclip.distributed import Ranks
+from leanclip.distributed import Ranks, whole
 
 SAMPLES, BATCH, DIM, STEPS = 40, 11, 6, 3
 CASES = [(name, {}) for name in leanclip.LOSSES]
@@ -39,7 +39,7 @@ def run(name, hyper, ranks, total=BATCH):
         output.loss.backward()
         found = {"loss": output.loss.detach(), "image": image.grad, "text": text.grad}
     found |= {f"grad {key}": parameter.grad for key, parameter in loss.named_parameters()}
-    return found | {f"state {key}": value for key, value in loss.state_dict().items()}
+    return found | {f"state {key}": whole(value) for key, value in loss.state_dict().items()}
 
 
 def main(rank, size, meeting, out):

@@ -1,10 +1,24 @@
 """Who takes part in a step, who has which share of the batch, and the collectives between them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from leanclip.distributed.ledger import LEDGER
+from leanclip.errors import UserError
+
+T = TypeVar("T")
+
+
+class Rows(NamedTuple):
+    """A gather on its way: `wait` gives all ranks' rows."""
+
+    wait: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -23,6 +37,11 @@ class Ranks:
         group = dist.group.WORLD
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.rank == 0
+
     def share(self, batch: int, rank: int | None = None) -> slice:
         """A rank's part of a global batch: contiguous, and one more on the first ranks where it does not divide."""
         rank = self.rank if rank is None else rank
@@ -30,27 +49,70 @@ class Ranks:
         start = rank * each + min(rank, more)
         return slice(start, start + each + (rank < more))
 
-    def gather(self, local: Tensor, batch: int) -> Tensor:
-        """All ranks' rows, in the order of the global batch. No sizes travel: they follow from `batch`."""
-        if self.size == 1:
-            return local
-        width = -(-batch // self.size)
-        padded = local.new_zeros(width, *local.shape[1:])
-        padded[: len(local)] = local
-        everyone = padded.new_empty(self.size * width, *local.shape[1:])
-        # As bytes, because not every backend knows every dtype.
-        dist.all_gather_into_tensor(_bytes(everyone), _bytes(padded), group=self.group)
-        if batch == self.size * width:
-            return everyone
-        parts = everyone.unflatten(0, (self.size, width))
-        shares = (self.share(batch, rank) for rank in range(self.size))
-        return torch.cat([part[: share.stop - share.start] for part, share in zip(parts, shares, strict=True)])
+    def largest_share(self, batch: int) -> int:
+        return -(-batch // self.size)
 
-    def sum(self, local: Tensor) -> Tensor:
-        """The sum over all ranks."""
+    def mesh(self, device: str) -> DeviceMesh:
+        """The ranks in one line, for what torch splits over them."""
+        return init_device_mesh(device, (self.size,), mesh_dim_names=("ranks",))
+
+    def gather(self, local: Tensor, batch: int, *, purpose: str) -> Tensor:
+        """All ranks' rows, in the order of the global batch. No sizes travel: they follow from `batch`."""
+        return self.start_gather(local, batch, purpose=purpose).wait()
+
+    def start_gather(self, local: Tensor, batch: int, *, purpose: str) -> Rows:
+        """The same, begun now and finished by `wait`, so that other work can run in between."""
+        if self.size == 1:
+            return Rows(lambda: local)
+        width = self.largest_share(batch)
+        padded = local.contiguous()
+        if len(local) < width:
+            padded = local.new_zeros(width, *local.shape[1:])
+            padded[: len(local)] = local
+        everyone = padded.new_empty(self.size * width, *local.shape[1:])
+        LEDGER.record(purpose, everyone.nbytes)
+        # As bytes, because not every backend knows every dtype.
+        work = dist.all_gather_into_tensor(_bytes(everyone), _bytes(padded), group=self.group, async_op=True)
+
+        def wait(sent: Tensor = padded) -> Tensor:  # which must live until it has been sent
+            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
+            if batch == self.size * width:
+                return everyone
+            parts = everyone.unflatten(0, (self.size, width))
+            shares = (self.share(batch, rank) for rank in range(self.size))
+            return torch.cat([part[: share.stop - share.start] for part, share in zip(parts, shares, strict=True)])
+
+        return Rows(wait)
+
+    def sum(self, local: Tensor, *, purpose: str) -> Tensor:
+        """The sum over all ranks, in place."""
         if self.size > 1:
+            LEDGER.record(purpose, local.nbytes)
             dist.all_reduce(local, group=self.group)
         return local
+
+    def smallest(self, value: int) -> int:
+        """The least of all ranks' numbers."""
+        if self.size == 1:
+            return value
+        values: list[int] = [0] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return min(values)
+
+    def once(self, call: Callable[[], T]) -> T:
+        """Rank 0 does it; its result, or its complaint to the user, reaches everybody."""
+        if self.size == 1:
+            return call()
+        outcome: list[Any] = [None, None]
+        if self.first:
+            try:
+                outcome[0] = call()
+            except UserError as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from leanclip.distributed import Ranks
+from leanclip.distributed import Ranks, Rows
 from leanclip.losses.attach import without_autocast
 from leanclip.losses.output import LossOutput
 
@@ -17,24 +17,29 @@ class Local(NamedTuple):
     text: Tensor
     ranks: Ranks
     batch: int
+    all_images: Rows | None = None  # where their gather is on its way already
 
     @property
     def mine(self) -> slice:
         return self.ranks.share(self.batch)
 
     def gathered(self) -> tuple[Tensor, Tensor]:
-        """Everybody's image and text embeddings, by one collective."""
+        """Everybody's image and text embeddings, by one collective, or one each if the images went ahead."""
+        image, text = self.image.detach(), self.text.detach()
         if self.ranks.size == 1:
-            return self.image.detach(), self.text.detach()
-        both = self.ranks.gather(torch.cat([self.image, self.text], 1).detach(), self.batch)
+            return image, text
+        if self.all_images is not None:
+            texts = self.ranks.start_gather(text, self.batch, purpose="embeddings")
+            return self.all_images.wait(), texts.wait()
+        both = self.ranks.gather(torch.cat([image, text], 1), self.batch, purpose="embeddings")
         image, text = both.chunk(2, 1)
         return image.contiguous(), text.contiguous()
 
-    def everybodys(self, vector: Tensor | None) -> Tensor | None:
-        """A vector of one number per local sample, for the whole batch, on the compute device."""
-        if vector is None:
+    def groups(self, groups: Tensor | None) -> Tensor | None:
+        """The whole batch's groups, on the compute device."""
+        if groups is None:
             return None
-        return self.ranks.gather(vector.to(self.image.device, non_blocking=True), self.batch)
+        return self.ranks.gather(groups.to(self.image.device, non_blocking=True), self.batch, purpose="groups")
 
 
 class ContrastiveLoss(nn.Module):
@@ -44,6 +49,7 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self.name, self.implementation = name, implementation
         self.lr_tau, self.follows_schedule = lr_tau, follows_schedule
+        self._ahead: tuple[Tensor, Rows] | None = None
 
     @torch.compiler.disable
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -70,6 +76,8 @@ class ContrastiveLoss(nn.Module):
         image, text = same_precision(image_features, text_features)
         ranks = Ranks.current()
         batch = len(image) * ranks.size if global_batch is None else global_batch
+        ahead, self._ahead = self._ahead, None
+        sent = ahead[1] if ahead is not None and ahead[0] is image_features else None
         mine = ranks.share(batch)
         if mine.stop - mine.start != len(image):
             raise ValueError(
@@ -77,7 +85,21 @@ class ContrastiveLoss(nn.Module):
                 f" {batch} is {mine.stop - mine.start}"
             )
         with without_autocast(image.device.type):
-            return self.compute(Local(image, text, ranks, batch), sample_ids, text_ids, groups)
+            local = Local(image, text, ranks, batch, sent)
+            return self.compute(local, sample_ids, text_ids, groups)
+
+    def send_ahead(self, image_features: Tensor, *, global_batch: int | None = None) -> None:
+        """Start to gather the image embeddings, while the texts are still being embedded.
+
+        For several ranks, and optional: the call with these very embeddings then waits for them instead of sending
+        them. All ranks do it or none.
+        """
+        ranks = Ranks.current()
+        if ranks.size == 1:
+            return
+        batch = len(image_features) * ranks.size if global_batch is None else global_batch
+        image = in_step_precision(image_features.detach())
+        self._ahead = image_features, ranks.start_gather(image, batch, purpose="embeddings")
 
     def compute(
         self,
@@ -123,12 +145,17 @@ def same_precision(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"expected two (batch, dim) tensors of one shape, got {(*image.shape,)} and {(*text.shape,)}"
         )
-    device = image.device.type
-    if torch.is_autocast_enabled(device) and image.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = torch.promote_types(image.dtype, text.dtype)
+    image, text = in_step_precision(image), in_step_precision(text)
+    dtype = torch.promote_types(image.dtype, text.dtype)
     return image.to(dtype), text.to(dtype)
+
+
+def in_step_precision(features: Tensor) -> Tensor:
+    """In autocast's dtype where that is on, as for any product."""
+    device = features.device.type
+    if torch.is_autocast_enabled(device) and features.dtype != torch.float64:
+        return features.to(torch.get_autocast_dtype(device))
+    return features
 
 
 def work_dtype(features: Tensor) -> torch.dtype:

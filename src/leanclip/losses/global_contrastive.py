@@ -60,10 +60,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             self.gamma = self.inner_rate(epoch, epochs)
 
     def temperature(self) -> Tensor:
-        """The current tau: a scalar, or the mean of the per-sample ones."""
+        """The current tau: a scalar, or the mean of the per-sample ones, which all ranks ask for together."""
         if isinstance(self.temperature_rule, IndividualTemperature):
             assert self.state is not None
-            return 0.5 * (self.state.get_buffer("tau_image").mean() + self.state.get_buffer("tau_text").mean())
+            return self.state.mean("tau")
         return self.temperature_rule.mean()
 
     def compute(
@@ -74,20 +74,23 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         chosen, engine = ops.implementation(self.implementation, image)
 
         with torch.no_grad():
-            tau = self._tau(ids, work_dtype(image))
+            known = self._known(ids, work_dtype(image))
+            tau = known["tau"]
             inverse = tau.reciprocal()
             # 1. statistics
-            matrix = Similarities(engine, local, inverse, local.everybodys(groups))
+            matrix = Similarities(engine, local, inverse, local.groups(groups))
             log_sum, mean, positive = matrix.statistics()
             logit = positive * inverse
             log_g = log_sum - (logit + math.log(max(batch - 1, 1)))
             mean_l = (mean - positive) * inverse
             # 2. normaliser
-            shift = self._shift(matrix, logit, inverse, ids)
-            log_norm, log_u = self._normalise(log_g, ids, shift)
+            shift = self._shift(matrix, logit, inverse, known)
+            log_norm, log_u = self.normalizer(
+                log_g, known.get("log_u"), negatives=max(batch - 1, 1), gamma=self.gamma, shift=shift
+            )
             anchors = Anchors(tau, log_g, mean_l, log_norm, log_u, (log_g - log_norm).exp())
             # 3. temperature and state
-            slopes = self._learn(anchors, shift, ids)
+            slopes = self._learn(anchors, shift, known, ids)
             # 4. gradients: the weights now, the products in the backward pass
             log_weight, diagonal = self._weights(anchors, logit, inverse)
             value = self.value(anchors)
@@ -113,16 +116,15 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             raise ValueError(f"{self.name} keeps a state per sample: call loss(image, text, sample_ids)")
         if self.training:
             self._notice_forgotten_epoch(local.batch)
-        ids = []
-        for given in (sample_ids, text_ids):
-            if given is None:
-                ids.append(ids[0])
-                continue
-            if len(given) != len(local.image):
-                raise ValueError(f"{len(given)} ids for {len(local.image)} embeddings")
-            self.state.check(given)
-            ids.append(local.everybodys(given.to(torch.int64)))
-        return ids[0], ids[1]
+        given = [sample_ids] if text_ids is None else [sample_ids, text_ids]
+        for ids in given:
+            if len(ids) != len(local.image):
+                raise ValueError(f"{len(ids)} ids for {len(local.image)} embeddings")
+            self.state.check(ids)
+        on_device = torch.stack([ids.to(local.image.device, non_blocking=True) for ids in given], 1)
+        everybodys = local.ranks.gather(on_device.to(self.state.id_dtype), local.batch, purpose="ids")
+        rows = everybodys.T.to(torch.int64, memory_format=torch.contiguous_format).unbind()
+        return rows[0], rows[-1]
 
     def _notice_forgotten_epoch(self, batch: int) -> None:
         assert self.state is not None
@@ -135,31 +137,37 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             )
         self._since_set_epoch += batch
 
-    def _tau(self, ids: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> Tensor:
-        if isinstance(self.temperature_rule, IndividualTemperature):
-            assert self.state is not None and ids is not None
-            return self.state.read("tau", ids).to(dtype)
-        return self.temperature_rule.mean().to(dtype)
+    def _known(self, ids: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> dict[str, Tensor]:
+        """What is known of the batch's samples before it is looked at, by one collective: tau, and log u if kept."""
+        rule, names = self.temperature_rule, ["log_u"]
+        known: dict[str, Tensor] = {}
+        if isinstance(rule, IndividualTemperature):
+            names.append("tau")
+        else:
+            known["tau"] = rule.mean()
+        if self._shifts:
+            names.append("shift")
+        if self.state is not None and ids is not None:
+            known |= self.state.read(names, ids)
+        return {name: value.to(dtype) for name, value in known.items()}
 
-    def _shift(
-        self, matrix: Similarities, logit: Tensor, inverse: Tensor, ids: tuple[Tensor, Tensor] | None
-    ) -> Tensor | None:
-        """The largest exponent that each sample ever met, where `eps_form` asks for it."""
-        if self.state is None or ids is None or "shift_image" not in self.state.initial:
+    @property
+    def _shifts(self) -> bool:
+        return self.state is not None and "shift_image" in self.state.initial
+
+    def _shift(self, matrix: Similarities, logit: Tensor, inverse: Tensor, known: dict[str, Tensor]) -> Tensor | None:
+        """eps_form="published": the largest exponent an anchor ever saw, by which its estimate is kept shifted."""
+        if not self._shifts:
             return None
         largest = torch.stack([ops.row_maxima(*matrix.everyone), ops.row_maxima(*matrix.everyone[::-1])])
-        return torch.maximum(self.state.read("shift", ids).to(logit.dtype), largest * inverse - logit)
-
-    def _normalise(
-        self, log_g: Tensor, ids: tuple[Tensor, Tensor] | None, shift: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The log of what g is divided by, and the updated estimate."""
-        log_u = self.state.read("log_u", ids) if self.state is not None and ids is not None else None
-        negatives = max(log_g.shape[1] - 1, 1)
-        return self.normalizer(log_g, log_u, negatives=negatives, gamma=self.gamma, shift=shift)
+        return torch.maximum(known["shift"], largest * inverse - logit)
 
     def _learn(
-        self, anchors: Anchors, shift: Tensor | None, ids: tuple[Tensor, Tensor] | None
+        self,
+        anchors: Anchors,
+        shift: Tensor | None,
+        known: dict[str, Tensor],
+        ids: tuple[Tensor, Tensor] | None,
     ) -> list[tuple[Tensor, Tensor]]:
         """Store what the step taught in the per-sample state; return the global temperature with its gradient."""
         if self.state is not None and ids is not None and self.training:
@@ -168,7 +176,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 values["shift"] = shift
             if isinstance(self.temperature_rule, IndividualTemperature):
                 values |= self.temperature_rule.update(self.state, ids, anchors, self.epoch)
-            self.state.write(ids, values)
+            self.state.write(ids, values, first_visits=known["log_u"][0].isneginf())
         if self.temperature_gradient is None:
             return []
         assert isinstance(self.temperature_rule, GlobalTemperature)

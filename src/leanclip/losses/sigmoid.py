@@ -30,7 +30,7 @@ class SigmoidLoss(ContrastiveLoss):
     def compute(
         self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None, groups: Tensor | None
     ) -> LossOutput:
-        image, text, ranks, batch = local
+        image, text, ranks, batch = local.image, local.text, local.ranks, local.batch
         chosen, engine = ops.implementation(self.implementation, image)
         needs = (image.requires_grad and torch.is_grad_enabled(), text.requires_grad and torch.is_grad_enabled())
 
@@ -40,7 +40,7 @@ class SigmoidLoss(ContrastiveLoss):
             positive = (image.to(dtype) * text).sum(1)
             weight = scale / batch
             all_images, all_texts = local.gathered()
-            all_groups, mine = local.everybodys(groups), local.mine
+            all_groups, mine = local.groups(groups), local.mine
             pairs = ops.Pairs(
                 offset=mine.start, row_groups=None if all_groups is None else all_groups[mine], col_groups=all_groups
             )
@@ -59,7 +59,7 @@ class SigmoidLoss(ContrastiveLoss):
                 (found.similarity - positive).sum(),
                 found.weight.sum(),
             ])  # fmt: skip
-            value, similarity, answers = (ranks.sum(sums) / batch).unbind()
+            value, similarity, answers = (ranks.sum(sums, purpose="sums") / batch).unbind()
             slopes = [(self.temperature_rule.log_inv_tau, scale * similarity), (self.bias, answers - 1)]
 
         saved = [gradient for gradient in gradients if gradient is not None]

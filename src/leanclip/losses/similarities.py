@@ -41,7 +41,7 @@ class Similarities:
             self.engine.statistics(own, others, self._own(s), None, pairs=self.pairs)[0] for own, others, s in sides
         ]
         numbers = torch.stack([*(side.log_sum for side in found), *(side.mean for side in found), positive], 1)
-        everyones = self.ranks.gather(numbers, self.batch).T
+        everyones = self.ranks.gather(numbers, self.batch, purpose="scalars").T
         return everyones[0:2], everyones[2:4], everyones[4]
 
     def saved(self) -> tuple[Tensor, ...]:

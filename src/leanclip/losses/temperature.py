@@ -131,19 +131,21 @@ class IndividualTemperature(nn.Module):
     def update(
         self, state: SampleState, ids: tuple[Tensor, Tensor], anchors: Anchors, epoch: int
     ) -> Mapping[str, Tensor]:
-        """The batch's new values, (2, B) each."""
+        """The batch's new values, (2, B) each; right for the samples that this rank owns."""
+        names = ("tau_m", "tau_v", "visits") if self.adam == "visits" else ("tau_m", "tau_v")
+        own = {name: value.to(anchors.tau.dtype) for name, value in state.own(names, ids).items()}
         gradient = anchors.log_norm - anchors.slope() + self.rho
         gradient = gradient.clamp(-GRADIENT_CLAMP, GRADIENT_CLAMP)
         first, second = self.betas
         values: dict[str, Tensor] = {}
         if self.adam == "visits":
-            exponent = state.read("visits", ids) + 1
+            exponent = own["visits"] + 1
             values["visits"] = exponent
         else:
             first, second = (0.0, 0.0) if epoch == 0 else (first, second)
             exponent = epoch + 1
-        m = torch.lerp(gradient, state.read("tau_m", ids).to(gradient.dtype), first)
-        v = torch.lerp(gradient * gradient, state.read("tau_v", ids).to(gradient.dtype), second)
+        m = torch.lerp(gradient, own["tau_m"], first)
+        v = torch.lerp(gradient * gradient, own["tau_v"], second)
         step = (m / (1 - first**exponent)) / ((v / (1 - second**exponent)).sqrt() + self.eps)
         tau = (anchors.tau - self.lr_tau * step).clamp(self.tau_min, self.tau_max)
         return values | {"tau": tau, "tau_m": m, "tau_v": v}

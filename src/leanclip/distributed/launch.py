@@ -1,0 +1,136 @@
+"""How this process was started, and joining the others: torchrun, SLURM's srun, or nobody."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from leanclip.distributed.watch import Watch
+from leanclip.errors import UserError
+
+PORT = 29500
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among those that were started together."""
+
+    rank: int
+    size: int
+    local_rank: int  # among those of this host: it chooses the GPU
+    by: str  # torchrun, srun, or alone
+    address: str = "127.0.0.1"
+    port: int = PORT
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launch:
+    """What the launcher says in the environment. torchrun inside a SLURM job is torchrun."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        try:
+            return Launch(
+                int(environment["RANK"]),
+                int(environment["WORLD_SIZE"]),
+                int(environment.get("LOCAL_RANK", 0)),
+                "torchrun",
+                environment.get("MASTER_ADDR", "127.0.0.1"),
+                int(environment.get("MASTER_PORT", PORT)),
+            )
+        except ValueError as error:
+            raise UserError(
+                f"the launcher's environment is broken (RANK, WORLD_SIZE, LOCAL_RANK): {error}"
+            ) from error
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))  # set by srun only: a batch script itself is alone
+    if tasks > 1:
+        # Several jobs may share a host: the port follows from the job's number, as all its tasks know it.
+        port = 20000 + int(environment.get("SLURM_JOB_ID", 0)) % 20000
+        return Launch(
+            int(environment["SLURM_PROCID"]),
+            tasks,
+            int(environment.get("SLURM_LOCALID", 0)),
+            "srun",
+            environment.get("MASTER_ADDR", first_host(environment.get("SLURM_STEP_NODELIST", "127.0.0.1"))),
+            int(environment.get("MASTER_PORT", port)),
+        )
+    return Launch(0, 1, 0, "alone")
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a SLURM node list: node[03-05,09],other -> node03."""
+    head = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
+    assert head is not None
+    return "".join(part or "" for part in head.groups())
+
+
+@contextlib.contextmanager
+def joined(launch: Launch, device: torch.device, *, timeout: float, always: bool = False) -> Iterator[Watch]:
+    """Be one of the processes while inside. One alone needs no group, unless `always`.
+
+    Yields the watch over the others: a rank that dies or hangs ends this process too, within `timeout` seconds and
+    with a message that names it.
+    """
+    if launch.size == 1 and not always:
+        yield Watch(None, launch.rank, launch.size, timeout)
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not _shares_a_gpu(launch) else "gloo"
+    store: Store = HashStore()
+    try:
+        if launch.size > 1:
+            # torchrun's agent keeps the store; elsewhere rank 0 does.
+            agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            tcp = TCPStore(
+                launch.address,
+                launch.port,
+                launch.size,
+                is_master=launch.rank == 0 and not agent,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+            )
+            store = PrefixStore(f"leanclip/{attempt}", tcp)
+        dist.init_process_group(
+            backend, store=store, rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=timeout)
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"rank {launch.rank} of {launch.size} did not meet the others at {launch.address}:{launch.port} within"
+            f" {timeout:.0f} s: is every process started, and the address reachable? ({reason})"
+        ) from error
+    watch = Watch(store, launch.rank, launch.size, timeout)
+    watch.start()
+    try:
+        yield watch
+        watch.stop()
+    except UserError:
+        watch.stop()
+        raise
+    except (RuntimeError, OSError) as error:
+        # Where another rank is the cause, that is the news, not the collective in which this one noticed.
+        watch.explain(error)
+        raise
+    finally:
+        watch.stop()
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def device_for(launch: Launch, name: str | None) -> str:
+    """The device of this process: the one asked for, or a GPU of its own if the host has GPUs."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and launch.size > 1:
+        return f"cuda:{launch.local_rank % max(1, torch.cuda.device_count())}"
+    return name
+
+
+def _shares_a_gpu(launch: Launch) -> bool:
+    """More processes than GPUs on this host: NCCL refuses that, gloo does not."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", launch.size)) > torch.cuda.device_count()

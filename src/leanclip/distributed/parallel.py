@@ -1,0 +1,82 @@
+"""One model on several ranks: its gradients averaged by DDP, or its weights split too by FSDP2."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from leanclip.distributed.ranks import Ranks
+
+
+def replicated(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
+    """DDP: every rank has all weights; gradients are averaged while the backward pass still runs."""
+    if ranks.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # batch-norm statistics are averaged once a step instead
+    )
+
+
+def sharded(model: nn.Module, ranks: Ranks, device: torch.device, *, methods: tuple[str, ...] = ()) -> nn.Module:
+    """FSDP2, block by block: every rank keeps a part of weights, gradients and optimizer state.
+
+    Parameters that are not trained and scalars stay whole. `methods` are called beside `forward`.
+    """
+    mesh = ranks.mesh(device.type)
+    ignored = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params=ignored)
+    for method in methods:
+        register_fsdp_forward_method(model, method)
+    return model
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers that a tower repeats: elements of one class in a list or sequence."""
+    found: list[nn.Module] = []
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        kinds = Counter(type(child) for child in module)
+        found += [
+            child
+            for child in module
+            if kinds[type(child)] > 1
+            and any(True for _ in child.parameters())
+            and any(True for _ in child.children())
+        ]
+    inside = {id(inner) for block in found for inner in block.modules() if inner is not block}
+    return [block for block in found if id(block) not in inside]
+
+
+@contextlib.contextmanager
+def reducing(model: nn.Module, reduce: bool) -> Iterator[None]:
+    """Whether the backward passes inside send gradients, or only add them up for a later one that does."""
+    if isinstance(model, DistributedDataParallel) and not reduce:
+        with model.no_sync():
+            yield
+        return
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(reduce)
+    yield
+
+
+def whole(value: Tensor) -> Tensor:
+    """A tensor that is split over the ranks, complete; called on all of them."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def split_like(value: Tensor, model: Tensor) -> Tensor:
+    """A complete tensor, split as another one is."""
+    if not isinstance(model, DTensor) or isinstance(value, DTensor) or value.shape != model.shape:
+        return value
+    return distribute_tensor(value.to(model.device), model.device_mesh, model.placements)

@@ -1,0 +1,148 @@
+"""A watch over the other ranks: who died or hangs is named, and nobody waits for him longer than the time-out.
+
+Every process tells the store twice a second or so that it lives and how far its main thread has come. A thread of
+its own reads what the others say, because the main thread may be waiting inside a collective for the very rank that
+is gone.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+LOST = 3  # exit code: another rank died or hangs
+
+
+@dataclass
+class _Seen:
+    """The last sign of a rank, and when it changed, by this process's clock."""
+
+    beat: int = -1
+    progress: int = -1
+    beat_at: float = 0.0
+    progress_at: float = 0.0
+    finished: bool = False
+    where: str = "?"
+
+
+class Watch:
+    """`progress` is called by the main thread whenever it has come a step further."""
+
+    def __init__(self, store: Store | None, rank: int, size: int, timeout: float) -> None:
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.interval = min(2.0, timeout / 8)
+        self._progress, self._moved = 0, time.monotonic()
+        self._seen = {other: _Seen() for other in range(size) if other != rank}
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self.store is None or self.size == 1:
+            return
+        now = time.monotonic()
+        for seen in self._seen.values():
+            seen.beat_at = seen.progress_at = now
+        # A connection of its own: the main thread's may be blocked in a wait.
+        self.store = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        self.store.set_timeout(timedelta(seconds=self.timeout))
+        self._thread = threading.Thread(target=self._run, name="leanclip-watch", daemon=True)
+        self._thread.start()
+
+    def progress(self) -> None:
+        """The main thread has come further."""
+        self._progress += 1
+        self._moved = time.monotonic()
+
+    def stop(self) -> None:
+        """This rank is done, and says so."""
+        if self._thread is None:
+            return
+        self._stopping.set()
+        self._thread.join(timeout=self.interval * 2)
+        self._thread = None
+
+    def explain(self, error: BaseException) -> None:
+        """A collective failed here: wait until it shows whose fault it is, and leave with that message."""
+        if self._thread is None:
+            return
+        deadline = time.monotonic() + max(4 * self.interval, 2.0)
+        while time.monotonic() < deadline:
+            lost = self._lost(patience=3 * self.interval)
+            if lost:
+                self._leave(lost)
+            if ended := [str(other) for other, seen in self._seen.items() if seen.finished]:
+                self._leave(f"rank {', '.join(ended)} ended early; its own message says why")
+            time.sleep(self.interval / 4)
+
+    def _run(self) -> None:
+        beat = 0
+        while not self._stopping.wait(self.interval):
+            beat += 1
+            try:
+                self._tell(f"{beat} {self._progress} 0 {socket.gethostname()}:{os.getpid()}")
+                self._listen()
+            except Exception as error:  # whatever a broken connection raises
+                if not self._stopping.is_set():
+                    self._leave(f"the store of the process group does not answer ({_first_line(error)}): rank 0 or"
+                                " its host is gone")  # fmt: skip
+                return
+            stuck = time.monotonic() - self._moved > self.timeout
+            lost = self._lost(patience=self.timeout)
+            if lost:
+                self._leave(lost)
+            elif stuck and (behind := self._behind()):
+                self._leave(behind)
+        try:
+            self._tell(f"{beat + 1} {self._progress} 1 {socket.gethostname()}:{os.getpid()}")
+        except Exception:
+            return  # the others are gone already
+
+    def _tell(self, sign: str) -> None:
+        assert self.store is not None
+        self.store.set(f"watch/{self.rank}", sign)
+
+    def _listen(self) -> None:
+        assert self.store is not None
+        now = time.monotonic()
+        for other, seen in self._seen.items():
+            if seen.finished or not self.store.check([f"watch/{other}"]):
+                continue
+            beat, progress, finished, where = self.store.get(f"watch/{other}").decode().split(" ", 3)
+            seen.where, seen.finished = where, finished == "1"
+            if int(beat) != seen.beat:
+                seen.beat, seen.beat_at = int(beat), now
+            if int(progress) != seen.progress:
+                seen.progress, seen.progress_at = int(progress), now
+
+    def _lost(self, *, patience: float) -> str | None:
+        """Ranks that gave no sign of life for a while."""
+        now = time.monotonic()
+        silent = {r: now - s.beat_at for r, s in self._seen.items() if not s.finished and now - s.beat_at > patience}
+        if not silent:
+            return None
+        names = ", ".join(f"rank {r} ({self._seen[r].where})" for r in silent)
+        return f"{names} gave no sign of life for {max(silent.values()):.0f} s: it died or its host hangs"
+
+    def _behind(self) -> str | None:
+        """Ranks that live but have not come as far as this one, while this one waits."""
+        behind = [r for r, s in self._seen.items() if not s.finished and s.progress < self._progress]
+        if not behind:
+            return None
+        names = ", ".join(f"rank {r} ({self._seen[r].where})" for r in behind)
+        return f"{names} hangs: it has not come further for {self.timeout:.0f} s while the others wait for it"
+
+    def _leave(self, message: str) -> None:
+        print(f"leanclip: rank {self.rank} stops: {message}", file=sys.stderr, flush=True)
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(LOST)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
