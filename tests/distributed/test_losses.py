@@ -1,12 +1,9 @@
 """N processes equal one on the concatenated batch: loss, every gradient, temperatures and state."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from worker import BATCH, CASES, SAMPLES, run
+from losses_worker import BATCH, CASES, SAMPLES, run, run_all
+from ranks_job import run_ranks
 
 from leanclip.distributed import Ranks
 
@@ -14,20 +11,8 @@ from leanclip.distributed import Ranks
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks_results(request, tmp_path_factory):
     """What each of N gloo processes found; their shares are unequal."""
-    folder = tmp_path_factory.mktemp("ranks")
     size = request.param
-    worker = Path(__file__).with_name("worker.py")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(size), str(folder / "meeting"), str(folder / "out")],
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(size)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors.decode()[-3000:]
-    return size, [torch.load(folder / f"out-{rank}", weights_only=True) for rank in range(size)]
+    return size, run_ranks(run_all, size, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture

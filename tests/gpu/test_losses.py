@@ -9,6 +9,7 @@ from leanclip.data import Batch
 from leanclip.losses.selftest import selftest
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
+from leanclip.training.pieces import Pieces
 from leanclip.training.step import training_step
 
 pytestmark = [
@@ -63,6 +64,14 @@ def test_a_training_step_waits_once(no_waiting):
     loss.set_epoch(0, 1)
     config = OptimConfig(lr=1e-3, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6)
     optimizer = create_optimizer(config, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
+    pieces = Pieces(
+        towers=model,
+        loss=loss,
+        optimizer=optimizer,
+        batch=64,
+        autocast=torch.autocast("cuda", torch.bfloat16),
+        grad_clip_norm=1.0,
+    )
     host = Batch(
         images=torch.randn(64, 3, 32, 32).pin_memory(),
         tokens=model.tokenizer(["a cat"] * 64).pin_memory(),
@@ -71,9 +80,7 @@ def test_a_training_step_waits_once(no_waiting):
 
     def step() -> None:
         batch = host.to(torch.device("cuda"))
-        training_step(
-            model, loss, optimizer, batch, autocast=torch.autocast("cuda", torch.bfloat16), grad_clip_norm=1.0
-        )
+        training_step(pieces, batch)
 
     step()
     step()

@@ -1,6 +1,7 @@
 """The command line: `leanclip COMMAND`."""
 
 import importlib
+import os
 import sys
 
 from leanclip.errors import UserError
@@ -19,11 +20,18 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         sys.exit(_run(arguments))
     except UserError as error:
-        print(f"leanclip: {error}", file=sys.stderr)
+        if not error.told:
+            print(f"leanclip: {_rank()}{error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("leanclip: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _rank() -> str:
+    """Which of several processes speaks; the first one need not say it."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return "" if rank == "0" else f"rank {rank}: "
 
 
 def _run(arguments: list[str]) -> int:

@@ -1,7 +1,7 @@
 """leanclip train: from the command line to the training loop."""
 
-import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from rich.console import Console
 from leanclip import __version__
 from leanclip.cli.parse import parse
 from leanclip.config import load_toml, override, save_toml
-from leanclip.errors import UserError
+from leanclip.distributed import device_for, joined, launched
 from leanclip.losses import LossConfig
 from leanclip.recipes import load_recipe
-from leanclip.training import RunDirectory, TrainConfig, describe, set_up, train
+from leanclip.training import Job, RunDirectory, TrainConfig, describe, device_of, set_up, train
 from leanclip.training.preview import preview
 
 DESCRIPTION = """Train a CLIP model.
@@ -25,6 +25,7 @@ files and checkpoints that open_clip loads.
   leanclip train --recipe demo
   leanclip train --train-data 'shards/{00000..00331}.tar' --val-data val.tar --model ViT-B-32 --global-batch-size 1024
   leanclip train --config logs/RUN/config.toml --name again
+  torchrun --nproc-per-node 4 -m leanclip train --train-data ... --global-batch-size 4096     (4 GPUs)
 """
 
 
@@ -47,25 +48,35 @@ def run(arguments: list[str]) -> None:
         for name, summary in list_recipes():
             print(f"{name:<24} {summary}")
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "leanclip train runs on one process so far; start it without torchrun (the losses alone can more)"
-        )
-    console = Console(soft_wrap=True, highlight=False)
-    job = set_up(command.settings)
+    launch = launched()
+    settings = command.settings
+    settings = replace(settings, run=replace(settings.run, device=device_for(launch, settings.run.device)))
+    device, timeout = device_of(settings.run.device), settings.parallel.dist_timeout
+    with joined(launch, device, timeout=timeout, always=settings.parallel.fsdp) as watch:
+        start(settings, dry_run=command.dry_run, alive=watch.progress)
+
+
+def start(settings: TrainConfig, *, dry_run: bool, alive: Callable[[], None]) -> None:
+    """This process's part of a run: the first one speaks and writes."""
+    job = set_up(settings)
     assert job.config.run.name is not None
+    console = Console(soft_wrap=True, highlight=False, quiet=not job.ranks.first)
     directory = RunDirectory(Path(job.config.run.logs) / job.config.run.name)
-    if command.dry_run:
-        preview(job, directory, console)
+    if dry_run:
+        job.ranks.once(lambda: preview(job, directory, console))
         return
+    job.ranks.once(lambda: prepare(job, directory))
+    if job.data.note:
+        console.print(job.data.note)
+    last = train(job, directory, console, alive)
+    console.print(f"checkpoint: {last}", f"report:     leanclip report {directory.path}", sep="\n")
+
+
+def prepare(job: Job, directory: RunDirectory) -> None:
     directory.prepare(overwrite=job.config.run.overwrite, resuming=job.resume_from is not None)
     if job.resume_from is None or not directory.config.exists():
         save_toml(repeatable(job.config), directory.config)
     directory.describe(**describe(job, __version__))
-    if job.data.note:
-        console.print(job.data.note)
-    last = train(job, directory, console)
-    console.print(f"checkpoint: {last}", f"report:     leanclip report {directory.path}", sep="\n")
 
 
 def parse_command(arguments: list[str]) -> TrainCommand:

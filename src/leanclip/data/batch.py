@@ -29,3 +29,8 @@ class Batch:
         return Batch(
             images=self.images.pin_memory(), tokens=self.tokens.pin_memory(), sample_ids=self.sample_ids.pin_memory()
         )
+
+    def split(self, parts: int) -> "list[Batch]":
+        """Micro-batches whose sizes differ by one at most."""
+        pieces = (part.tensor_split(parts) for part in (self.images, self.tokens, self.sample_ids))
+        return [Batch(images=i, tokens=t, sample_ids=s) for i, t, s in zip(*pieces, strict=True)]

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+GATHERED = ("embeddings", "scalars", "ids", "groups")  # a loss's purposes
+REDUCED = ("state", "sums")
+
 
 class Entry(NamedTuple):
     """Collectives of one purpose: how many, and the bytes of the vector they spread over all ranks."""
@@ -24,13 +27,10 @@ class Ledger:
     def clear(self) -> None:
         self.entries.clear()
 
-    @property
-    def calls(self) -> int:
-        return sum(entry.calls for entry in self.entries.values())
-
-    @property
-    def bytes(self) -> int:
-        return sum(entry.bytes for entry in self.entries.values())
+    def of_loss(self) -> Entry:
+        """What the loss alone sent."""
+        found = [entry for purpose, entry in self.entries.items() if purpose in GATHERED + REDUCED]
+        return Entry(sum(entry.calls for entry in found), sum(entry.bytes for entry in found))
 
 
 LEDGER = Ledger()  # of this process: collectives are a process's own affair
@@ -44,15 +44,14 @@ class Traffic(NamedTuple):
     disco_clip: float  # gathers the embeddings, all-reduces their gradients
 
 
-def traffic(ledger: Ledger, *, embeddings: int, ranks: int) -> Traffic:
-    """A step's traffic from its ledger; `embeddings` is the size in bytes of the global batch's, both sides.
+def traffic(ledger: Ledger, *, ranks: int) -> Traffic:
+    """A step's traffic from its ledger, with the embeddings that others would send too.
 
     On a ring a gathered vector of S bytes costs each rank S (N-1)/N, a reduce-scattered one the same, an all-reduced
     one twice that.
     """
     share = (ranks - 1) / ranks
-    own = sum(entry.bytes * (2 if purpose in REDUCED else 1) for purpose, entry in ledger.entries.items())
+    embeddings = ledger.entries.get("embeddings", Entry(0, 0)).bytes
+    reduced = sum(ledger.entries.get(purpose, Entry(0, 0)).bytes for purpose in REDUCED)
+    own = ledger.of_loss().bytes + reduced
     return Traffic(own * share, 2 * embeddings * share, 3 * embeddings * share)
-
-
-REDUCED = ("state", "sums")  # purposes that are all-reduced; everything else is gathered

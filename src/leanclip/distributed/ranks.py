@@ -111,6 +111,7 @@ class Ranks:
                 outcome[1] = error
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
+            outcome[1].told = not self.first
             raise outcome[1]
         return outcome[0]
 

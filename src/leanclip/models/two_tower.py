@@ -14,6 +14,7 @@ import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from torch import Tensor, nn
 
+from leanclip.distributed import whole
 from leanclip.errors import UserError
 from leanclip.models.config import ModelConfig
 
@@ -48,8 +49,14 @@ class TwoTower(nn.Module):
             self.clip.visual.eval()
         return self
 
-    def forward(self, images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return self.encode_image(images), self.encode_text(tokens)
+    def forward(
+        self, images: Tensor, tokens: Tensor, between: Callable[[Tensor], None] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Both embeddings; `between` gets the images' before the texts' are computed."""
+        image = self.encode_image(images)
+        if between is not None:
+            between(image)
+        return image, self.encode_text(tokens)
 
     def encode_image(self, images: Tensor) -> Tensor:
         return self.clip.encode_image(images, normalize=True)
@@ -79,6 +86,10 @@ class TwoTower(nn.Module):
     def lock_text(self) -> None:
         self.clip.lock_text_tower()
 
+    def checkpoint_activations(self) -> None:
+        """Keep only the inputs of the transformer blocks for the backward pass, and compute the rest again."""
+        self.clip.set_grad_checkpointing(True)
+
     def temperature(self) -> float:
         return math.exp(-float(self.clip.logit_scale.detach().reshape(())))
 
@@ -87,8 +98,8 @@ class TwoTower(nn.Module):
         return float(bias.detach().reshape(())) if isinstance(bias, Tensor) else None
 
     def weights(self, tau: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
-        """The open_clip state dict with the loss's temperature and bias in it."""
-        weights = {name: value.detach().contiguous() for name, value in self.clip.state_dict().items()}
+        """The open_clip state dict with the loss's temperature and bias in it. All ranks call it together."""
+        weights = {name: whole(value.detach()).contiguous() for name, value in self.clip.state_dict().items()}
         weights["logit_scale"] = tau.detach().log().neg().to(weights["logit_scale"]).expand_as(weights["logit_scale"])
         if "logit_bias" in weights:
             value = torch.zeros(()) if bias is None else bias.detach()

@@ -4,15 +4,18 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.optim import Optimizer
 
+from leanclip.distributed import Ranks, split_like, whole
 from leanclip.errors import UserError
 from leanclip.losses import ContrastiveLoss
 from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, TwoTower
+from leanclip.training.loss_scale import LossScale
 
 STATE_FILE = "training.pt"
 POSITION_FILE = "position.json"
@@ -31,36 +34,61 @@ class Position:
     best: float | None
 
 
-def save_model(directory: Path, model: TwoTower, loss: ContrastiveLoss) -> None:
-    """The weights and the architecture, with the loss's temperature as the model's logit_scale."""
-    directory.mkdir(parents=True, exist_ok=True)
-    bias = getattr(loss, "bias", None)
-    weights = {name: value.cpu() for name, value in model.weights(loss.temperature(), bias).items()}
-    save_file(weights, directory / WEIGHTS_FILE)
-    (directory / CONFIG_FILE).write_text(json.dumps(model.open_clip_config(), indent=1))
+class SavedModel(NamedTuple):
+    """The weights on the host, and the architecture, with the loss's temperature as the model's logit_scale."""
+
+    weights: dict[str, Tensor]
+    config: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: TwoTower, loss: ContrastiveLoss) -> "SavedModel":
+        """All ranks call it together: each may have only a part."""
+        weights = model.weights(loss.temperature(), getattr(loss, "bias", None))
+        return cls({name: value.cpu() for name, value in weights.items()}, model.open_clip_config())
+
+    def write(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(self.weights, directory / WEIGHTS_FILE)
+        (directory / CONFIG_FILE).write_text(json.dumps(self.config, indent=1))
 
 
 def save_best(checkpoints: Path, model: TwoTower, loss: ContrastiveLoss) -> None:
-    """Replace checkpoints/best."""
+    """Replace checkpoints/best. All ranks call it together, the first one writes."""
+    saved = SavedModel.of(model, loss)
+    if not Ranks.current().first:
+        return
     temporary = checkpoints / ".best.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    save_model(temporary, model, loss)
+    saved.write(temporary)
     shutil.rmtree(checkpoints / "best", ignore_errors=True)
     temporary.rename(checkpoints / "best")
 
 
 def save_checkpoint(
-    checkpoints: Path, model: TwoTower, loss: ContrastiveLoss, optimizer: Optimizer, position: Position
+    checkpoints: Path,
+    model: TwoTower,
+    loss: ContrastiveLoss,
+    optimizer: Optimizer,
+    scale: LossScale,
+    position: Position,
 ) -> Path:
-    """Everything a resumed run needs, complete under its name or not there at all."""
+    """Everything a resumed run needs, complete under its name or not there at all.
+
+    All ranks call it together, the first one writes. Nothing in it depends on how many they are.
+    """
     final = checkpoints / f"step_{position.step:08d}"
+    saved = SavedModel.of(model, loss)
+    state = {
+        "optimizer": _whole_on_host(optimizer.state_dict()),
+        "loss": _whole_on_host(loss.state_dict()),
+        "random": _random_states(),
+        "scale": {"value": scale.value, "good_steps": scale.good_steps},
+    }
+    if not Ranks.current().first:
+        return final
     temporary = checkpoints / f".{final.name}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    save_model(temporary, model, loss)
-    random_state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        random_state["cuda"] = torch.cuda.get_rng_state()
-    state = {"optimizer": optimizer.state_dict(), "loss": loss.state_dict(), "random": random_state}
+    saved.write(temporary)
     torch.save(state, temporary / STATE_FILE)
     (temporary / POSITION_FILE).write_text(json.dumps(vars(position)))
     shutil.rmtree(final, ignore_errors=True)
@@ -70,6 +98,24 @@ def save_checkpoint(
     link.symlink_to(final.name)
     link.replace(checkpoints / "last")
     return final
+
+
+def _whole_on_host(state: Any) -> Any:
+    """The same state with every tensor complete, on the host."""
+    if isinstance(state, Tensor):
+        return whole(state).cpu()
+    if isinstance(state, dict):
+        return {key: _whole_on_host(value) for key, value in state.items()}
+    return [_whole_on_host(value) for value in state] if isinstance(state, list) else state
+
+
+def _random_states() -> dict[str, Tensor]:
+    """Of all ranks, a row each."""
+    ranks = Ranks.current()
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {name: ranks.gather(state[None], ranks.size, purpose="random states") for name, state in states.items()}
 
 
 def find_checkpoint(resume: str, run: Path) -> Path:
@@ -83,18 +129,37 @@ def find_checkpoint(resume: str, run: Path) -> Path:
     raise UserError(f"--resume {resume}: there is no checkpoint in {given}; start without --resume")
 
 
-def load_checkpoint(directory: Path, loss: ContrastiveLoss, optimizer: Optimizer, device: torch.device) -> Position:
+def load_checkpoint(
+    directory: Path, loss: ContrastiveLoss, optimizer: Optimizer, scale: LossScale, device: torch.device
+) -> Position:
     """Restore everything. The weights were loaded with the model; here come optimizer, loss and random state."""
     state: dict[str, Any] = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)
     try:
         loss.load_state_dict(state["loss"])
-        optimizer.load_state_dict(state["optimizer"])
-    except (RuntimeError, ValueError, KeyError) as error:
+        optimizer.load_state_dict(_split_over_ranks(state["optimizer"], optimizer))
+    except (RuntimeError, ValueError, KeyError, IndexError) as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise UserError(
             f"{directory} is of another run ({reason}); resume with its own model, loss and data"
         ) from error
-    torch.set_rng_state(state["random"]["cpu"])
-    if device.type == "cuda" and "cuda" in state["random"]:
-        torch.cuda.set_rng_state(state["random"]["cuda"], device)
+    if scale.grows:
+        scale.value, scale.good_steps = state["scale"]["value"], state["scale"]["good_steps"]
+    rank, random = Ranks.current().rank, state["random"]
+    if rank < len(random["cpu"]):  # a rank that the saved run did not have keeps the state it was seeded with
+        torch.set_rng_state(random["cpu"][rank])
+        if device.type == "cuda" and "cuda" in random:
+            torch.cuda.set_rng_state(random["cuda"][rank], device)
     return Position(**json.loads((directory / POSITION_FILE).read_text()))
+
+
+def _split_over_ranks(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's complete state, each tensor split as its parameter is."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    split = {
+        number: {
+            name: split_like(value, parameters[number]) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+        for number, values in state["state"].items()
+    }
+    return state | {"state": split}

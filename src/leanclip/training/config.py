@@ -8,7 +8,7 @@ from leanclip.losses import LossConfig
 from leanclip.models import ModelConfig
 from leanclip.optim import OptimConfig
 
-Precision = Literal["amp_bf16", "amp_bfloat16", "fp32", "fp64"]
+Precision = Literal["amp_bf16", "amp_bfloat16", "amp", "fp32", "fp64"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class RunConfig:
     implementation: Literal["auto", "reference", "tiled", "triton"] = "auto"
     """Who computes the loss; auto takes the fastest."""
     precision: Precision | None = None
-    """amp_bf16: bf16 autocast. Default: amp_bf16 on a GPU, fp32 without one."""
+    """amp_bf16: bf16 autocast; amp: fp16 autocast with a loss scale. Default: amp_bf16 on a GPU, fp32 without one."""
     device: str | None = None
     """cpu, cuda or cuda:1. Default: a GPU if there is one."""
     seed: int = 0
@@ -60,11 +60,36 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Memory and processes"""
+
+    micro_batch: int | None = None
+    """Embed this many samples at a time and keep only their embeddings: a large batch on a small GPU, with the
+    gradients of the whole batch, for about a third more time. Default: the whole share of a process, or on a GPU
+    where that does not fit the most that does."""
+    grad_checkpointing: bool = False
+    """Recompute the transformer blocks' activations in the backward pass instead of keeping them."""
+    fsdp: bool = False
+    """Split weights, gradients and optimizer state over the processes (FSDP2). Default: every one has all (DDP)."""
+    use_bn_sync: bool = False
+    """Batch normalisation over all processes' samples (ResNets on GPUs). Default: each process's own."""
+    dist_timeout: float = 600.0
+    """Seconds after which processes stop waiting for one that died or hangs."""
+
+    def __post_init__(self) -> None:
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ValueError(f"micro_batch is {self.micro_batch}; it must be at least 1")
+        if self.dist_timeout <= 0:
+            raise ValueError(f"dist_timeout is {self.dist_timeout}; give seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Everything that decides a run. Field names are unique over the tree: they are the flags and the TOML keys."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossConfig = field(default_factory=LossConfig)

@@ -55,10 +55,12 @@ def interpolated(samples: int) -> Published:
     return points[-1]
 
 
-def fill(config: TrainConfig, *, samples: int) -> TrainConfig:
+def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfig:
     """The configuration with every open value decided, for a training set of this size."""
     model_name = config.model.model or ("leanclip-tiny" if config.data.train_data is None else "ViT-B-32")
-    batch = config.data.global_batch_size or config.data.batch_size or 128
+    batch = config.data.global_batch_size or (config.data.batch_size or 0) * processes or 128
+    if batch < processes:
+        raise UserError(f"a global batch of {batch} does not give each of {processes} processes a sample; raise it")
     run = config.run
     steps = total_steps(config, samples=samples, batch=batch)
     device = run.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -2,13 +2,14 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from leanclip.data import Batch
+from leanclip.distributed import LEDGER, Traffic, traffic
 from leanclip.evaluation import embed, retrieval_metrics, retrieval_panel
 from leanclip.optim import learning_rate, set_learning_rate
 from leanclip.training.checkpoint import Position, save_best, save_checkpoint
@@ -44,14 +45,25 @@ class _Clock:
         return rate, min(wait, 1.0)
 
 
-def train(job: Job, directory: RunDirectory, console: Console | None = None) -> Path:
-    """Run a job to its end. Returns the last checkpoint."""
+def train(
+    job: Job,
+    directory: RunDirectory,
+    console: Console | None = None,
+    alive: Callable[[], None] = lambda: None,
+) -> Path:
+    """Run a job to its end. Returns the last checkpoint.
+
+    All ranks run it; the first one speaks and writes. `alive` is called whenever this process has come further.
+    """
     position = job.position
+    if not job.ranks.first:
+        with TrainingProgress(job.steps, position.step, Console(quiet=True)) as progress:
+            return _Trainer(job, directory, None, progress, position, alive).run()
     log = MetricsLog(directory.metrics, resume_at=None if job.resume_from is None else position.step)
     directory.describe(status="running")
     try:
         with TrainingProgress(job.steps, position.step, console) as progress:
-            last = _Trainer(job, directory, log, progress, position).run()
+            last = _Trainer(job, directory, log, progress, position, alive).run()
     except BaseException:
         directory.describe(status="failed")
         raise
@@ -63,12 +75,19 @@ def train(job: Job, directory: RunDirectory, console: Console | None = None) -> 
 
 class _Trainer:
     def __init__(
-        self, job: Job, directory: RunDirectory, log: MetricsLog, progress: TrainingProgress, position: Position
+        self,
+        job: Job,
+        directory: RunDirectory,
+        log: MetricsLog | None,  # on the rank that writes
+        progress: TrainingProgress,
+        position: Position,
+        alive: Callable[[], None],
     ) -> None:
-        self.job, self.directory, self.log, self.progress = job, directory, log, progress
+        self.job, self.directory, self.log, self.progress, self.alive = job, directory, log, progress, alive
         self.step, self.samples, self.best = position.step, position.samples, position.best
         self.epoch, self.epoch_step = position.epoch, position.epoch_step
         self.skipped = 0
+        self.sent: Traffic | None = None
         self.clock = _Clock(time.perf_counter(), before=position.seconds)
         self.health = HealthCheck(job.config, batch=job.loader.batch)
 
@@ -88,6 +107,7 @@ class _Trainer:
                     self.report(result)
                 if finished or (run.eval_every and self.step % run.eval_every == 0):
                     self.evaluate()
+                self.alive()
                 saved = None
                 if finished or (run.save_every and self.step % run.save_every == 0):
                     saved = self.save()
@@ -114,32 +134,50 @@ class _Trainer:
             self.step, steps=job.steps, warmup=optim.warmup, peak=optim.lr, floor=min(optim.lr_floor, optim.lr)
         )
         set_learning_rate(job.optimizer, self.lr, peak=optim.lr)
-        result = training_step(
-            job.model, job.loss, job.optimizer, batch, autocast=job.autocast, grad_clip_norm=optim.grad_clip_norm
-        )
+        LEDGER.clear()
+        result = training_step(job.pieces, batch)
         self.skipped += result.skipped
         if result.skipped:
+            scale = job.pieces.scale
+            advice = (
+                f"the loss scale is now {scale.value:g}" if scale.grows else "lower --lr, or set --grad-clip-norm 1"
+            )
             self.progress.print(
-                f"warning: step {self.step + 1} was skipped, its gradient is not finite ({self.skipped} so far): "
-                "lower --lr, or set --grad-clip-norm 1"
+                f"warning: step {self.step + 1} was skipped, its gradient is not finite"
+                f" ({self.skipped} so far): {advice}"
             )
         self.step += 1
         self.epoch_step += 1
-        self.samples += len(batch)
-        self.clock.samples += len(batch)
+        self.samples += job.loader.batch
+        self.clock.samples += job.loader.batch
+        if job.ranks.size > 1 and not self.sent:
+            self.tell_traffic()
         return result
+
+    def tell_traffic(self) -> None:
+        """Once a run: what its loss sends in a step, beside what others would."""
+        self.sent = traffic(LEDGER, ranks=self.job.ranks.size)
+        if self.log is not None:
+            self.directory.describe(communication=self.sent._asdict())
+        own, openclip, disco = (f"{amount / 1e6:,.2f} MB" for amount in self.sent)
+        self.progress.print(
+            f"{self.job.ranks.size} processes; for the loss each receives {own} a step"
+            f" (OpenCLIP's local loss {openclip}, DisCo-CLIP {disco})"
+        )
 
     @property
     def epochs_done(self) -> float:
         return round(self.epoch + self.epoch_step / self.job.loader.steps_per_epoch, 6)
 
     def report(self, result: StepResult) -> None:
+        if self.log is None:
+            return
         metrics = to_host({"loss": result.loss, "grad_norm": result.grad_norm} | dict(result.metrics))
         rate, wait = self.clock.lap()
         seconds = self.clock.total()
         self.log.train(
             step=self.step, epoch=self.epochs_done, samples=self.samples, seconds=round(seconds, 3), lr=self.lr,
-            samples_per_second=rate, data_wait=wait, skipped_steps=self.skipped, **metrics,
+            samples_per_second=rate, data_wait=wait, skipped_steps=self.skipped, **self.communication(), **metrics,
         )  # fmt: skip
         left = (self.job.steps - self.step) * self.job.loader.batch / max(rate, 1e-9)
         line = f"loss {metrics['loss']:.4f}  tau {metrics['tau']:.4f}  {rate:,.0f} samples/s  data wait {wait:.0%}"
@@ -147,15 +185,28 @@ class _Trainer:
         for warning in self.health(self.step, metrics):
             self.progress.print(f"warning: {warning}")
 
+    def communication(self) -> dict[str, float]:
+        """What the last step's loss sent, and the scale of its fp16 gradients."""
+        found: dict[str, float] = {}
+        if self.job.ranks.size > 1:
+            calls, size = LEDGER.of_loss()
+            found |= {"loss_collectives": calls, "loss_bytes": size}
+        if self.job.pieces.scale.grows:
+            found["loss_scale"] = self.job.pieces.scale.value
+        return found
+
     def evaluate(self) -> None:
         job = self.job
         if job.data.val is None:
             return
-        embedded = embed(job.model, job.data.val, device=job.device, autocast=job.autocast)
-        metrics = retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text)
-        self.log.evaluation(step=self.step, epoch=self.epochs_done, name="val", metrics=metrics)
-        panel = {"step": self.step, "set": "val", "images": retrieval_panel(job.data.val, embedded)}
-        write_atomically(self.directory.panel, json.dumps(panel))
+        embedded = embed(job.model, job.data.val, device=job.device, autocast=job.pieces.autocast)
+        metrics = job.ranks.once(
+            lambda: dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text))
+        )
+        if self.log is not None:
+            self.log.evaluation(step=self.step, epoch=self.epochs_done, name="val", metrics=metrics)
+            panel = {"step": self.step, "set": "val", "images": retrieval_panel(job.data.val, embedded)}
+            write_atomically(self.directory.panel, json.dumps(panel))
         self.progress.print(
             f"step {self.step}: held-out recall@10 text-to-image {metrics['text_to_image_recall@10']:.1%}, "
             f"image-to-text {metrics['image_to_text_recall@10']:.1%} (chance {metrics['chance@10']:.1%})"
@@ -164,6 +215,7 @@ class _Trainer:
         if value is not None and self.step > 0 and (self.best is None or value > self.best):
             self.best = value
             save_best(self.directory.checkpoints, job.model, job.loss)
+        self.alive()
         self.clock.lap()
 
     def save(self) -> Path:
@@ -178,7 +230,9 @@ class _Trainer:
             seconds=self.clock.total(),
             best=self.best,
         )
-        return save_checkpoint(self.directory.checkpoints, job.model, job.loss, job.optimizer, position)
+        return save_checkpoint(
+            self.directory.checkpoints, job.model, job.loss, job.optimizer, job.pieces.scale, position
+        )
 
 
 def describe(job: Job, version: str) -> dict[str, object]:
@@ -193,6 +247,8 @@ def describe(job: Job, version: str) -> dict[str, object]:
         "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
         "train_samples": len(job.data.train),
         "global_batch": config.data.global_batch_size,
+        "processes": job.ranks.size,
+        "micro_batches": job.pieces.parts,
         "steps": job.steps,
         "epochs": config.run.epochs,
         "environment": environment(job.device),

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from leanclip.data import Datasets, TrainingLoader, open_datasets
+from leanclip.distributed import Ranks, replicated, sharded
 from leanclip.errors import UserError
 from leanclip.evaluation import RECALLS
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
@@ -18,11 +20,13 @@ from leanclip.optim import create_optimizer, weight_decay_groups
 from leanclip.training.checkpoint import Position, find_checkpoint, load_checkpoint
 from leanclip.training.config import TrainConfig
 from leanclip.training.defaults import fill, total_steps
+from leanclip.training.loss_scale import LossScale
+from leanclip.training.pieces import Pieces
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run that is ready to start."""
+    """A run that is ready to start: this process's part of it."""
 
     config: TrainConfig
     device: torch.device
@@ -30,6 +34,8 @@ class Job:
     model: TwoTower
     loss: ContrastiveLoss
     optimizer: Optimizer
+    pieces: Pieces  # what a step takes of the above
+    ranks: Ranks
     loader: TrainingLoader
     steps: int
     position: Position  # where it starts
@@ -41,13 +47,13 @@ class Job:
         return -(-self.steps // self.loader.steps_per_epoch)
 
     @property
-    def autocast(self) -> torch.autocast:
-        enabled = self.config.run.precision in ("amp_bf16", "amp_bfloat16")
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
-
-    @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.config.run.precision == "fp64" else torch.float32
+
+
+def autocast_of(precision: str | None, device: torch.device) -> torch.autocast:
+    dtype = torch.float16 if precision == "amp" else torch.bfloat16
+    return torch.autocast(device.type, dtype, enabled=precision in ("amp", "amp_bf16", "amp_bfloat16"))
 
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, Datasets]:
@@ -61,12 +67,16 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Datasets]:
     if config.model.model is not None:
         model_config_of(config.model.model)
     data = open_datasets(config.data, seed=config.run.seed)
-    return fill(config, samples=len(data.train)), data
+    return fill(config, samples=len(data.train), processes=Ranks.current().size), data
 
 
 def set_up(config: TrainConfig) -> Job:
     """Build everything a run needs. Deterministic in the seed."""
+    ranks = Ranks.current()
     config, data = resolve(config)
+    config = replace(
+        config, run=replace(config.run, name=ranks.once(lambda: config.run.name))
+    )  # it may hold the time
     run, optim, batch = config.run, config.optim, config.data.global_batch_size
     assert run.device is not None and batch is not None and run.name is not None
     device = device_of(run.device)
@@ -88,30 +98,74 @@ def set_up(config: TrainConfig) -> Job:
     except ValueError as error:
         raise UserError(str(error)) from error
     _lock(model, config)
+    if config.parallel.grad_checkpointing:
+        model.checkpoint_activations()
     double = run.precision == "fp64"
     model, loss = (module.to(device, torch.float64 if double else None) for module in (model, loss))
     assert isinstance(model, TwoTower) and isinstance(loss, ContrastiveLoss)
+    model, towers = _over_ranks(model, config, ranks, device)
     assert optim.wd is not None
     optimizer = create_optimizer(optim, [*weight_decay_groups(model, optim.wd), *loss.param_groups()])
     loader = TrainingLoader(
         data.train.source,
         data.train.ids,
         batch=batch,
+        share=ranks.share(batch),
         transform=model.transform(train=True, scale=config.model.aug_scale),
         tokenizer=model.tokenizer,
         seed=run.seed,
         workers=config.data.workers,
         pin_memory=device.type == "cuda",
     )
+    if ranks.rank > 0:
+        torch.manual_seed(run.seed + 7919 * ranks.rank)  # else all ranks' dropout would drop alike
+    pieces = Pieces(
+        towers=towers,
+        loss=loss,
+        optimizer=optimizer,
+        batch=batch,
+        autocast=autocast_of(run.precision, device),
+        grad_clip_norm=optim.grad_clip_norm,
+        scale=LossScale.of(run.precision),
+        ranks=ranks,
+        parts=_parts(config, ranks, batch),
+    )
     position = Position(step=0, epoch=0, epoch_step=0, samples=0, global_batch=batch, seconds=0.0, best=None)
     if resume_from is not None:
-        position = load_checkpoint(resume_from, loss, optimizer, device)
+        position = load_checkpoint(resume_from, loss, optimizer, pieces.scale, device)
         if position.global_batch != batch:
             raise UserError(f"the run has a global batch of {position.global_batch}, not {batch}; resume with that")
     return Job(
-        config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, loader=loader,
-        steps=total_steps(config, samples=len(data.train), batch=batch), position=position, resume_from=resume_from,
+        config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, pieces=pieces,
+        ranks=ranks, loader=loader, steps=total_steps(config, samples=len(data.train), batch=batch),
+        position=position, resume_from=resume_from,
     )  # fmt: skip
+
+
+def _over_ranks(
+    model: TwoTower, config: TrainConfig, ranks: Ranks, device: torch.device
+) -> tuple[TwoTower, nn.Module]:
+    """The model, and what a step calls in its place: gradients are averaged over the ranks, or weights split too."""
+    if config.parallel.use_bn_sync and ranks.size > 1:
+        if device.type != "cuda":
+            raise UserError("--use-bn-sync works on GPUs only; leave it out")
+        model.clip = nn.SyncBatchNorm.convert_sync_batchnorm(model.clip)
+    if config.parallel.fsdp:
+        return model, sharded(model, ranks, device, methods=("encode_image", "encode_text"))
+    return model, replicated(model, ranks, device)
+
+
+def _parts(config: TrainConfig, ranks: Ranks, batch: int) -> int:
+    """How many micro-batches: as many on every rank, so that all take part in the same collectives."""
+    largest = ranks.largest_share(batch)
+    micro = config.parallel.micro_batch or largest
+    parts = -(-largest // micro)
+    if parts > batch // ranks.size:
+        raise UserError(
+            f"--micro-batch {micro} leaves a rank with a share of {batch // ranks.size} samples an empty micro-batch;"
+            f" raise it, or choose a global batch that {ranks.size} processes divide"
+        )
+    return parts
 
 
 def device_of(name: str | None) -> torch.device:

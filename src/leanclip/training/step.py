@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from leanclip.data import Batch
-from leanclip.losses import ContrastiveLoss
-from leanclip.models import TwoTower
+from leanclip.distributed import whole
+from leanclip.losses import LossOutput
+from leanclip.training.micro_batch import cached
+from leanclip.training.pieces import Pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,27 +24,33 @@ class StepResult:
     metrics: Mapping[str, Tensor | float | str]
 
 
-def training_step(
-    model: TwoTower,
-    loss: ContrastiveLoss,
-    optimizer: Optimizer,
-    batch: Batch,
-    *,
-    autocast: torch.autocast,
-    grad_clip_norm: float | None,
-) -> StepResult:
+def training_step(pieces: Pieces, batch: Batch) -> StepResult:
     """Embed both sides, compute the loss and its gradients, take one optimizer step."""
-    with autocast:
-        image, text = model(batch.images, batch.tokens)
-        output = loss(image, text, batch.sample_ids)
-    output.loss.backward()
+    loss, optimizer, scale = pieces.loss, pieces.optimizer, pieces.scale
+    pieces.norms.remember()
+    output = direct(pieces, batch) if pieces.parts == 1 else cached(pieces, batch)
 
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip_norm or torch.inf)
+    scale.remove([*pieces.towers.parameters(), *loss.parameters()])
+    grad_norm = torch.nn.utils.clip_grad_norm_(pieces.towers.parameters(), pieces.grad_clip_norm or torch.inf)
+    grad_norm = whole(grad_norm)
     own = [parameter.grad for parameter in loss.parameters() if parameter.grad is not None]
     finite = bool(torch.isfinite(sum(own, grad_norm)))  # the one place where a step waits for the device
     if finite:
         optimizer.step()
+        pieces.norms.average(pieces.ranks)
     else:
         loss.rollback()
+        pieces.norms.restore()
+    scale.update(finite)
     optimizer.zero_grad(set_to_none=True)
     return StepResult(loss=output.loss.detach(), grad_norm=grad_norm, skipped=not finite, metrics=output.metrics)
+
+
+def direct(pieces: Pieces, batch: Batch) -> LossOutput:
+    """Loss and gradients of a batch at once. The images' embeddings travel while the texts' are computed."""
+    send = partial(pieces.loss.send_ahead, global_batch=pieces.batch)
+    with pieces.autocast:
+        image, text = pieces.towers(batch.images, batch.tokens, send)
+        output = pieces.loss(image, text, batch.sample_ids, global_batch=pieces.batch)
+    pieces.scale.apply(output.loss).backward()
+    return output

@@ -1,0 +1,42 @@
+"""The loss scale of fp16: large enough that small gradients do not vanish, halved when one overflows.
+
+A plain number on the host, because a step waits for one flag anyway (is the gradient finite?) and all ranks have the
+same one; torch's GradScaler would ask each rank about its own shard.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+GROWTH_STEPS = 2000
+
+
+@dataclass
+class LossScale:
+    value: float = 1.0
+    grows: bool = False
+    good_steps: int = 0
+
+    @classmethod
+    def of(cls, precision: str | None) -> "LossScale":
+        return cls(2.0**16, grows=True) if precision == "amp" else cls()
+
+    def apply(self, loss: Tensor) -> Tensor:
+        return loss * self.value if self.grows else loss
+
+    def remove(self, parameters: Iterable[Tensor]) -> None:
+        """Bring the parameters' gradients back to their true size."""
+        if self.grows:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1.0 / self.value)
+
+    def update(self, finite: bool) -> None:
+        if not self.grows:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self.good_steps == GROWTH_STEPS:
+            self.value, self.good_steps = self.value * 2, 0

@@ -1,0 +1,30 @@
+"""What a training step works with."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from leanclip.distributed import Ranks
+from leanclip.losses import ContrastiveLoss
+from leanclip.training.batch_norm import RunningAverages
+from leanclip.training.loss_scale import LossScale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    towers: nn.Module  # images and tokens to embeddings; DDP around the model, or the model itself
+    loss: ContrastiveLoss
+    optimizer: Optimizer
+    batch: int  # the global one
+    parts: int = 1  # micro-batches
+    autocast: torch.autocast = field(default_factory=lambda: torch.autocast("cpu", enabled=False))
+    grad_clip_norm: float | None = None
+    scale: LossScale = field(default_factory=LossScale)
+    ranks: Ranks = field(default_factory=Ranks.current)
+
+    @cached_property
+    def norms(self) -> RunningAverages:
+        return RunningAverages(self.towers)

@@ -1,0 +1,104 @@
+"""What one rank of the training tests does: three steps of a small ViT, for each of a list of cases."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import leanclip
+from leanclip.data import Batch
+from leanclip.distributed import replicated, sharded, whole
+from leanclip.models import ModelConfig, create_model
+from leanclip.training.pieces import Pieces
+from leanclip.training.step import training_step
+
+SAMPLES, BATCH, STEPS = 30, 13, 3
+VIT = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 16, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 8, "vocab_size": 64, "width": 32, "heads": 2, "layers": 2},
+}
+
+
+class Case(NamedTuple):
+    loss: str
+    micro: bool
+    wrap: str  # ddp or fsdp
+    dtype: str
+    extra: str = ""  # "checkpointing"
+
+    @property
+    def name(self):
+        return "-".join([self.loss, "micro" if self.micro else "direct", self.wrap, self.dtype, self.extra]).strip(
+            "-"
+        )
+
+
+def small_vit(folder, **vision):
+    """A small open_clip ViT without dropout."""
+    path = Path(folder) / f"vit-{len(vision)}.json"
+    if not path.exists():
+        temporary = path.with_suffix(f".{torch.initial_seed()}.{id(path)}")
+        temporary.write_text(json.dumps(VIT | {"vision_cfg": VIT["vision_cfg"] | vision}))
+        temporary.rename(path)
+    torch.manual_seed(3)
+    return create_model(ModelConfig(model=str(path)))
+
+
+def batch(step, dtype):
+    draw = torch.Generator().manual_seed(step)
+    images = torch.randn(BATCH, 3, 16, 16, generator=draw, dtype=torch.float64).to(dtype)
+    tokens = torch.randint(1, 64, (BATCH, 8), generator=draw)
+    return images, tokens, torch.randperm(SAMPLES // 2, generator=draw)[:BATCH]  # half of them, so that they return
+
+
+def run(case, ranks, folder, **vision):
+    """Each step's loss and gradients as the optimizer sees them, and the weights and tables at the end."""
+    dtype = getattr(torch, case.dtype)
+    model = small_vit(folder, **vision).to(dtype)
+    if case.extra == "checkpointing":
+        model.checkpoint_activations()
+    stateful = case.loss not in ("infonce", "siglip")
+    loss = leanclip.create_loss(case.loss, num_samples=SAMPLES if stateful else None, tau=0.1).to(dtype)
+    device = torch.device("cpu")
+    if case.wrap == "fsdp" and ranks.group is not None:
+        towers = sharded(model, ranks, device, methods=("encode_image", "encode_text"))
+    else:
+        towers = replicated(model, ranks, device)
+    groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": 0.3}]
+    optimizer = torch.optim.SGD(
+        [*groups, *({"params": g["params"], "lr": 0.05} for g in loss.param_groups())], momentum=0.9
+    )
+    named = [*model.named_parameters(), *loss.named_parameters()]
+    seen: dict[str, torch.Tensor] = {}
+
+    def remember(*_):
+        for name, parameter in named:
+            if parameter.grad is not None:
+                seen[f"step {step} gradient of {name}"] = whole(parameter.grad).clone()
+
+    optimizer.register_step_pre_hook(remember)
+    pieces = Pieces(
+        towers=towers,
+        loss=loss,
+        optimizer=optimizer,
+        batch=BATCH,
+        parts=-(-ranks.largest_share(BATCH) // 2) if case.micro else 1,
+        grad_clip_norm=0.5,  # below the norms met here
+        ranks=ranks,
+    )
+    mine = ranks.share(BATCH)
+    torch.manual_seed(11 + ranks.rank)
+    for step in range(STEPS):
+        loss.set_epoch(step, STEPS)
+        images, tokens, ids = (part[mine] for part in batch(step, dtype))
+        result = training_step(pieces, Batch(images=images, tokens=tokens, sample_ids=ids))
+        assert not result.skipped
+        seen[f"step {step} loss"], seen[f"step {step} norm"] = result.loss, result.grad_norm
+    seen |= {f"weight {name}": whole(value).clone() for name, value in model.state_dict().items()}
+    return seen | {f"state {name}": whole(value).clone() for name, value in loss.state_dict().items()}
+
+
+def run_all(ranks, folder, cases):
+    return {case.name: run(case, ranks, folder) for case in cases}
