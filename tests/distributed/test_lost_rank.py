@@ -1,0 +1,124 @@
+"""A rank that dies or hangs: the others stop within the time-out, name it, and leave nothing behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from leanclip.distributed import LOST
+
+TIMEOUT = 6
+COMMAND = [
+    sys.executable, "-m", "leanclip", "train", "--epochs", "1000", "--global-batch-size", "64", "--workers", "1",
+    "--eval-every", "0", "--log-every", "1", "--dist-timeout", str(TIMEOUT), "--device", "cpu", "--name", "lost",
+]  # fmt: skip
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(size, folder):
+    """N ranks as a launcher would start them, but with nobody who looks after them."""
+    port = free_port()
+    ranks = []
+    for rank in range(size):
+        own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = os.environ | {name: str(value) for name, value in own.items()} | {"OMP_NUM_THREADS": "1"}
+        with (Path(folder) / f"rank-{rank}").open("w") as output:
+            ranks.append(
+                subprocess.Popen(
+                    [*COMMAND, "--logs", str(folder)], env=environment, stdout=output, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )  # fmt: skip
+    return ranks
+
+
+def output(folder, rank):
+    return (Path(folder) / f"rank-{rank}").read_text()
+
+
+def wait_for(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def processes_of(session):
+    """Live processes of a session: a rank and its loader workers."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.fixture
+def three_ranks(tmp_path):
+    ranks = start(3, tmp_path)
+    yield ranks, tmp_path
+    for rank in ranks:
+        for pid in processes_of(rank.pid):
+            os.kill(pid, signal.SIGKILL)
+        rank.wait()
+
+
+@pytest.mark.parametrize(("what", "victim"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 2), (signal.SIGKILL, 0)])
+def test_the_others_stop_and_name_it(what, victim, three_ranks):
+    ranks, folder = three_ranks
+    assert wait_for(lambda: "step 3/" in output(folder, 0), 120), output(folder, 0)
+    os.kill(ranks[victim].pid, what)
+    others = [rank for rank in range(3) if rank != victim]
+    # The time-out, and some seconds more in which a busy machine gets round to it.
+    assert wait_for(lambda: all(ranks[rank].poll() is not None for rank in others), TIMEOUT + 30)
+    for rank in others:
+        text = output(folder, rank)
+        assert ranks[rank].returncode == LOST, text[-2000:]
+        assert f"rank {rank} stops" in text
+        assert f"rank {victim}" in text.partition("stops")[2].splitlines()[0], text[-2000:]
+        assert wait_for(lambda rank=rank: not processes_of(ranks[rank].pid), 15), "orphans"
+
+
+HANGING = """
+import sys, time
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+from leanclip.distributed.watch import Watch
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=30), wait_for_workers=False)
+watch = Watch(store, rank, 2, 3.0)
+watch.start()
+for _ in range(3 if rank else 4):
+    watch.progress()
+    time.sleep(0.1)
+time.sleep(60)  # rank 0 waits in a collective for rank 1, whose main thread hangs while its other threads live
+"""
+
+
+def test_a_rank_whose_main_thread_hangs_is_named():
+    port = free_port()
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", HANGING, str(rank), str(port)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    _, errors = ranks[0].communicate(timeout=50)
+    ranks[1].kill()
+    ranks[1].communicate()
+    assert ranks[0].returncode == LOST
+    assert "rank 0 stops: rank 1 (" in errors
+    assert "hangs" in errors
