@@ -28,7 +28,7 @@ def run_ranks(call, size, folder, *arguments, timeout=280):
         for process in processes:
             process.join(timeout)
         errors = [path.read_text() for path in sorted(folder.glob(f"{meeting.name}-error-*"))]
-        assert not errors, errors[0][-3000:]
+        assert not errors, "\n".join(error[-2000:] for error in errors)
         assert all(process.exitcode == 0 for process in processes), [process.exitcode for process in processes]
     finally:
         for process in processes:

@@ -27,3 +27,19 @@ def test_a_wrong_implementation_is_caught(monkeypatch):
     checks = list(selftest(["infonce"], device=torch.device("cpu"), batch=33, dim=16))
     failed = {check.quantity for check in checks if not check.passed and check.dtype == "float32"}
     assert failed == {"image gradient"}
+
+
+def test_processes_agree_with_one(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["selftest", "--processes", "2", "--device", "cpu", "--batch-size", "9", "--loss", "fastclip-v2"])
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0, shown
+    assert "loss of step 2" in shown and "gradient of token_embedding.weight" in shown and "state.tau_text" in shown
+    assert "WRONG" not in shown
+
+
+def test_a_config_needs_processes(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["selftest", "--recipe", "demo"])
+    assert stop.value.code == 2
+    assert "go with --processes" in capsys.readouterr().err

@@ -68,6 +68,9 @@ def start(settings: TrainConfig, *, dry_run: bool, alive: Callable[[], None]) ->
     job.ranks.once(lambda: prepare(job, directory))
     if job.data.note:
         console.print(job.data.note)
+    if job.pieces.parts > 1:
+        each = -(-job.ranks.largest_share(job.loader.batch) // job.pieces.parts)
+        console.print(f"micro-batches: {job.pieces.parts} of {each} samples a step")
     last = train(job, directory, console, alive)
     console.print(f"checkpoint: {last}", f"report:     leanclip report {directory.path}", sep="\n")
 

@@ -111,8 +111,11 @@ class TwoTower(nn.Module):
         return {"model_cfg": self.config, "preprocess_cfg": asdict(self.preprocess)}
 
 
-def create_model(config: ModelConfig, *, siglip: bool = False) -> TwoTower:
-    """Build the model on the CPU. For siglip it starts at tau 0.1 and bias -10, as open_clip's does."""
+def create_model(config: ModelConfig, *, siglip: bool = False, double: bool = False) -> TwoTower:
+    """Build the model on the CPU. For siglip it starts at tau 0.1 and bias -10, as open_clip's does.
+
+    `double` makes it float64 before weights are loaded, so that those of a float64 run come back exactly.
+    """
     assert config.model is not None
     name, found = model_config_of(config.model)
     siglip_start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
@@ -122,7 +125,7 @@ def create_model(config: ModelConfig, *, siglip: bool = False) -> TwoTower:
             raise UserError(f"--force-image-size does not work with {name}: its image tower has one size")
         model_config["vision_cfg"]["image_size"] = config.force_image_size
     weights, preprocess = _pretrained(config)
-    return _build(name, model_config, weights, preprocess)
+    return _build(name, model_config, weights, preprocess, double=double)
 
 
 def load_model(directory: Path) -> TwoTower:
@@ -195,7 +198,9 @@ def _pretrained(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
     return downloaded, {key: value for key, value in tag.items() if key in PREPROCESS_FIELDS}
 
 
-def _build(name: str, config: dict[str, Any], weights: Path | None, preprocess: dict[str, Any]) -> TwoTower:
+def _build(
+    name: str, config: dict[str, Any], weights: Path | None, preprocess: dict[str, Any], *, double: bool = False
+) -> TwoTower:
     """open_clip finds architectures by registered name only, so the config is registered for the moment."""
     registered = "leanclip-current"
     open_clip.factory._MODEL_CONFIGS[registered] = config
@@ -208,6 +213,8 @@ def _build(name: str, config: dict[str, Any], weights: Path | None, preprocess: 
     finally:
         root.setLevel(level)
         del open_clip.factory._MODEL_CONFIGS[registered]
+    if double:
+        clip = clip.double()
     if weights is not None:
         _load_weights(clip, weights, name)
     return TwoTower(clip, name, config, tokenizer)

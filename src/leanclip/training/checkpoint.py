@@ -146,9 +146,9 @@ def load_checkpoint(
         scale.value, scale.good_steps = state["scale"]["value"], state["scale"]["good_steps"]
     rank, random = Ranks.current().rank, state["random"]
     if rank < len(random["cpu"]):  # a rank that the saved run did not have keeps the state it was seeded with
-        torch.set_rng_state(random["cpu"][rank])
+        torch.set_rng_state(random["cpu"][rank].clone())
         if device.type == "cuda" and "cuda" in random:
-            torch.cuda.set_rng_state(random["cuda"][rank], device)
+            torch.cuda.set_rng_state(random["cuda"][rank].clone(), device)
     return Position(**json.loads((directory / POSITION_FILE).read_text()))
 
 

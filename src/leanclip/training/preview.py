@@ -43,7 +43,8 @@ def _facts(job: Job) -> dict[str, str]:
         "loss": config.run.loss,
         "training samples": f"{len(job.data.train):,}",
         "held-out samples": f"{len(job.data.val):,}" if job.data.val else "none",
-        "global batch": f"{config.data.global_batch_size:,}",
+        "global batch": f"{config.data.global_batch_size:,} on {job.ranks.size} process(es),"
+        f" in {job.pieces.parts} micro-batch(es) each",
         "steps": f"{job.steps:,} ({job.loader.steps_per_epoch:,} an epoch, {config.optim.warmup:,} of warm-up)",
         "peak learning rate": f"{config.optim.lr:g}",
         "precision": f"{config.run.precision} on {job.device}",

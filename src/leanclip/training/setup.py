@@ -20,6 +20,7 @@ from leanclip.optim import create_optimizer, weight_decay_groups
 from leanclip.training.checkpoint import Position, find_checkpoint, load_checkpoint
 from leanclip.training.config import TrainConfig
 from leanclip.training.defaults import fill, total_steps
+from leanclip.training.fit import fitting
 from leanclip.training.loss_scale import LossScale
 from leanclip.training.pieces import Pieces
 
@@ -89,7 +90,8 @@ def set_up(config: TrainConfig) -> Job:
 
     torch.manual_seed(run.seed)
     start = config.model if resume_from is None else replace(config.model, pretrained=str(resume_from))
-    model = create_model(start, siglip=run.loss == "siglip")
+    double = run.precision == "fp64"
+    model = create_model(start, siglip=run.loss == "siglip", double=double)
     config = replace(config, loss=_starting_temperature(config, model))
     try:
         loss = loss_from_config(
@@ -100,9 +102,12 @@ def set_up(config: TrainConfig) -> Job:
     _lock(model, config)
     if config.parallel.grad_checkpointing:
         model.checkpoint_activations()
-    double = run.precision == "fp64"
     model, loss = (module.to(device, torch.float64 if double else None) for module in (model, loss))
     assert isinstance(model, TwoTower) and isinstance(loss, ContrastiveLoss)
+    autocast = autocast_of(run.precision, device)
+    micro = config.parallel.micro_batch or fitting(
+        model, share=ranks.largest_share(batch), batch=batch, ranks=ranks, autocast=autocast
+    )
     model, towers = _over_ranks(model, config, ranks, device)
     assert optim.wd is not None
     optimizer = create_optimizer(optim, [*weight_decay_groups(model, optim.wd), *loss.param_groups()])
@@ -124,11 +129,11 @@ def set_up(config: TrainConfig) -> Job:
         loss=loss,
         optimizer=optimizer,
         batch=batch,
-        autocast=autocast_of(run.precision, device),
+        autocast=autocast,
         grad_clip_norm=optim.grad_clip_norm,
         scale=LossScale.of(run.precision),
         ranks=ranks,
-        parts=_parts(config, ranks, batch),
+        parts=_parts(micro, ranks, batch),
     )
     position = Position(step=0, epoch=0, epoch_step=0, samples=0, global_batch=batch, seconds=0.0, best=None)
     if resume_from is not None:
@@ -155,11 +160,9 @@ def _over_ranks(
     return model, replicated(model, ranks, device)
 
 
-def _parts(config: TrainConfig, ranks: Ranks, batch: int) -> int:
+def _parts(micro: int, ranks: Ranks, batch: int) -> int:
     """How many micro-batches: as many on every rank, so that all take part in the same collectives."""
-    largest = ranks.largest_share(batch)
-    micro = config.parallel.micro_batch or largest
-    parts = -(-largest // micro)
+    parts = -(-ranks.largest_share(batch) // micro)
     if parts > batch // ranks.size:
         raise UserError(
             f"--micro-batch {micro} leaves a rank with a share of {batch // ranks.size} samples an empty micro-batch;"

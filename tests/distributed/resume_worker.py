@@ -1,0 +1,41 @@
+"""What one rank of the resume tests does: a part of a run of six steps, in float64, without batch norm."""
+
+import contextlib
+import json
+from pathlib import Path
+
+from rich.console import Console
+from training_worker import VIT
+
+from leanclip.cli.train import prepare
+from leanclip.config import override
+from leanclip.data.datasets import BUNDLED
+from leanclip.training import RunDirectory, TrainConfig, set_up, train
+from leanclip.training.config import ParallelConfig
+
+
+def train_part(ranks, folder, logs, stop, resume=False, parallel=None):
+    vit = Path(folder) / f"vit-{ranks.rank}.json"
+    text = VIT["text_cfg"] | {"context_length": 77, "vocab_size": 49408}
+    vit.write_text(json.dumps(VIT | {"text_cfg": text}))
+    values = {
+        "train_data": str(BUNDLED / "train-*.tar"), "model": str(vit), "global_batch_size": 31, "epochs": 3,
+        "max_steps": 6, "precision": "fp64", "device": "cpu", "workers": 0, "loss": "fastclip-v2", "logs": str(logs),
+        "name": "run", "log_every": 1, "eval_every": 0, "save_every": 3, "warmup": 0, "opt": "sgdm", "lr": 0.1,
+        "seed": 4,
+    }  # fmt: skip
+    if resume:
+        values["resume"] = "latest"
+    config = override(TrainConfig(parallel=ParallelConfig(**(parallel or {}))), values, "test")
+    job = set_up(config)
+    directory = RunDirectory(Path(job.config.run.logs) / "run")
+    job.ranks.once(lambda: prepare(job, directory))
+    steps = iter(range(job.position.step + 1, 100))
+
+    def killed():
+        if next(steps) > stop:
+            raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        train(job, directory, Console(quiet=True), killed)
+    return {}

@@ -1,0 +1,44 @@
+"""The whole trainer on one, two and three processes, with DDP and FSDP2, from one another's checkpoints."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks_job import run_ranks
+from resume_worker import train_part
+
+from leanclip.distributed import Ranks
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train_part(Ranks(0, 1, None), folder, folder / "logs", stop=6)
+    return read(folder / "logs")
+
+
+def read(logs):
+    last = Path(logs) / "run" / "checkpoints" / "step_00000006"
+    state = torch.load(last / "training.pt", weights_only=True)
+    lines = [json.loads(line) for line in (Path(logs) / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+    return state["loss"], losses, json.loads((last / "position.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((2, {}), (1, {})), ((2, {"fsdp": True}), (3, {"micro_batch": 5})), ((1, {}), (2, {"fsdp": True}))],
+)
+def test_resume_on_other_processes(first, second, uninterrupted, tmp_path):
+    logs = tmp_path / "logs"
+    for (size, parallel), stop, resume in ((first, 3, False), (second, 6, True)):
+        run_ranks(train_part, size, tmp_path, logs, stop, resume, parallel)
+    loss, losses, position = read(logs)
+    right_loss, right_losses, right_position = uninterrupted
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
+    for step, value in losses.items():
+        assert value == pytest.approx(right_losses[step], rel=1e-8)
+    for name, table in right_loss.items():
+        assert torch.allclose(loss[name], table, rtol=1e-8), name
+    assert {**position, "seconds": 0, "best": 0} == {**right_position, "seconds": 0, "best": 0}

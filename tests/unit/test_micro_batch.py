@@ -1,0 +1,147 @@
+"""Gradient caching against one graph over the same micro-batches."""
+
+import pytest
+import torch
+from torch import nn
+from training_worker import SAMPLES, batch, small_vit
+
+import leanclip
+from leanclip.data import Batch
+from leanclip.models import ModelConfig, create_model
+from leanclip.training.batch_norm import RunningAverages
+from leanclip.training.fit import largest
+from leanclip.training.loss_scale import GROWTH_STEPS, LossScale
+from leanclip.training.micro_batch import cached
+from leanclip.training.pieces import Pieces
+from leanclip.training.step import direct, training_step
+
+
+def pieces_of(model, name="fastclip-v3", parts=3, **options):
+    loss = leanclip.create_loss(name, num_samples=SAMPLES, tau=0.1).double()
+    loss.set_epoch(0, 1)
+    parameters = [*(p for p in model.parameters() if p.requires_grad), *loss.parameters()]
+    return Pieces(
+        towers=model, loss=loss, optimizer=torch.optim.SGD(parameters, lr=0.1), batch=13, parts=parts, **options
+    )
+
+
+def double_batch(step=0):
+    images, tokens, ids = batch(step, torch.float64)
+    return Batch(images=images, tokens=tokens, sample_ids=ids)
+
+
+def gradients(module):
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["fastclip-v2", "fastclip-v3"])
+def test_patch_dropout_drops_the_same_twice(name, tmp_path):
+    """The cached run equals the same micro-batches, with the same random numbers, in one graph."""
+    model = small_vit(tmp_path, patch_dropout=0.5).double().train()
+    once = pieces_of(model, name)
+    data = double_batch()
+    torch.manual_seed(5)
+    pairs = [model(part.images, part.tokens) for part in data.split(3)]
+    after = torch.get_rng_state()
+    image, text = (torch.cat(side) for side in zip(*pairs, strict=True))
+    right = once.loss(image, text, data.sample_ids)
+    right.loss.backward()
+    truth, tables = gradients(model), once.loss.state_dict()
+
+    model.zero_grad()
+    again = pieces_of(model, name)
+    torch.manual_seed(5)
+    found = cached(again, data)
+    assert torch.equal(torch.get_rng_state(), after)  # the step consumed its random numbers once
+    assert found.loss.item() == pytest.approx(right.loss.item(), rel=1e-12)
+    for key, value in gradients(model).items():
+        assert torch.allclose(value, truth[key], rtol=1e-9, atol=1e-13), key
+    for key, value in again.loss.state_dict().items():
+        assert torch.allclose(value, tables[key], rtol=1e-12), key
+
+    model.zero_grad()
+    torch.manual_seed(6)
+    other = cached(pieces_of(model, name), data)
+    assert abs(other.loss.item() - right.loss.item()) > 1e-6  # or nothing was dropped at all
+
+
+def test_a_locked_tower_gets_no_gradient(tmp_path):
+    model = small_vit(tmp_path).double()
+    model.lock_image()
+    data = double_batch()
+    model.train()
+    direct(pieces_of(model), data)
+    right = gradients(model)
+    model.zero_grad()
+    cached(pieces_of(model), data)
+    assert set(gradients(model)) == set(right)
+    assert not any(name.startswith("clip.visual") for name in right)
+    for key, value in gradients(model).items():
+        assert torch.allclose(value, right[key], rtol=1e-9, atol=1e-13), key
+
+
+def test_running_averages_move_once_by_the_mean_over_the_micro_batches():
+    norm = nn.BatchNorm1d(4, momentum=0.2).double().train()
+    parts = torch.randn(12, 4, dtype=torch.float64).tensor_split(3)
+    assert norm.running_mean is not None and norm.running_var is not None
+    mean, variance = norm.running_mean.clone(), norm.running_var.clone()
+    averages = RunningAverages(norm)
+    averages.remember()
+    for part in averages.once(parts):
+        norm(part)
+    with averages.frozen():
+        for part in parts:
+            norm(part)
+    assert norm.num_batches_tracked == 1
+    assert torch.allclose(norm.running_mean, 0.8 * mean + 0.2 * torch.stack([p.mean(0) for p in parts]).mean(0))
+    assert torch.allclose(norm.running_var, 0.8 * variance + 0.2 * torch.stack([p.var(0) for p in parts]).mean(0))
+    averages.restore()
+    assert torch.equal(norm.running_mean, mean) and norm.num_batches_tracked == 0
+    norm(parts[0])
+    assert norm.num_batches_tracked == 1  # thawed
+
+
+def test_a_resnet_trains_in_micro_batches():
+    torch.manual_seed(0)
+    model = create_model(ModelConfig(model="leanclip-tiny")).train()
+    loss = leanclip.create_loss("fastclip-v3", num_samples=20)
+    loss.set_epoch(0, 1)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD([*parameters, *loss.parameters()], lr=0.1)
+    counts = {name: b.clone() for name, b in model.named_buffers() if name.endswith("num_batches_tracked")}
+    data = Batch(
+        images=torch.randn(9, 3, 32, 32),
+        tokens=model.tokenizer([f"number {n}" for n in range(9)]),
+        sample_ids=torch.arange(9),
+    )
+    training_step(Pieces(towers=model, loss=loss, optimizer=optimizer, batch=9, parts=3), data)
+    after = {name: b for name, b in model.named_buffers() if name.endswith("num_batches_tracked")}
+    assert counts and all(after[name] == count + 1 for name, count in counts.items())
+
+
+def test_the_loss_scale_leaves_no_trace_and_halves_on_overflow(tmp_path):
+    model = small_vit(tmp_path).double().train()
+    data = double_batch()
+    results, norms = [], []
+    for scale in (LossScale(), LossScale(1024.0, grows=True)):
+        pieces = pieces_of(small_vit(tmp_path).double().train(), scale=scale, grad_clip_norm=0.5)
+        norms.append(training_step(pieces, data).grad_norm)
+        results.append([p.detach().clone() for p in pieces.towers.parameters()])
+    assert torch.allclose(norms[0], norms[1], rtol=1e-12)
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12)
+
+    scale = LossScale(1024.0, grows=True)
+    pieces = pieces_of(model, scale=scale)
+    broken = Batch(images=data.images * torch.inf, tokens=data.tokens, sample_ids=data.sample_ids)
+    assert training_step(pieces, broken).skipped
+    assert scale.value == 512.0
+    scale.good_steps = GROWTH_STEPS - 1
+    assert not training_step(pieces, data).skipped
+    assert scale.value == 1024.0 and scale.good_steps == 0
+
+
+def test_how_many_fit():
+    assert largest(room=1000.0, each=30) == 32
+    assert largest(room=150.0, each=30) == 5
+    assert largest(room=-1.0, each=30) == 0
