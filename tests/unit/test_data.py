@@ -127,8 +127,8 @@ def test_bad_shards_are_named(tmp_path, tiny, samples, message):
 
 def first_batch(path, tiny):
     loader = TrainingLoader(
-        Shards(str(path)), [0], batch=1, transform=training_transform(tiny.preprocess), tokenizer=tiny.tokenizer, seed=0,
-        workers=0, pin_memory=False,
+        Shards(str(path)), [0], batch=1, transform=training_transform(tiny.preprocess), tokenizer=tiny.tokenizer,
+        seed=0, workers=0, pin_memory=False,
     )  # fmt: skip
     return next(loader.epoch(0))
 
