@@ -91,13 +91,13 @@ class Ranks:
             dist.all_reduce(local, group=self.group)
         return local
 
-    def smallest(self, value: int) -> int:
-        """The least of all ranks' numbers."""
+    def everyones(self, value: T) -> list[T]:
+        """All ranks' values, small and of any kind."""
         if self.size == 1:
-            return value
-        values: list[int] = [0] * self.size
+            return [value]
+        values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
-        return min(values)
+        return values
 
     def once(self, call: Callable[[], T]) -> T:
         """Rank 0 does it; its result, or its complaint to the user, reaches everybody."""

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leanclip.data import Subset, evaluation_images
+from leanclip.data import Subset, evaluation_batches, evaluation_transform
 from leanclip.distributed import Ranks
+from leanclip.errors import UserError
 from leanclip.models import TwoTower
 
 
@@ -17,6 +18,8 @@ class Embedded(NamedTuple):
     texts: Tensor  # (M, D)
     image_of_text: Tensor  # (M,)
     captions: list[str]
+    ids: list[int]  # of the images
+    broken: int  # samples that could not be used
 
 
 @torch.no_grad()
@@ -37,25 +40,46 @@ def embed(
     ranks = Ranks.current()
     was_training = model.training
     model.eval()
-    dtype = next(model.parameters()).dtype
-    captions = [data.source.captions(int(index)) for index in data.ids]
-    flat = [caption for group in captions for caption in group]
-    owner = torch.tensor([number for number, group in enumerate(captions) for _ in group], device=device)
-    own_images = data.ids[_equal_share(ranks, len(data.ids))]
-    own_texts = [flat[row] for row in _equal_share(ranks, len(flat))]
+    transform = evaluation_transform(model.preprocess)
+    dtype = _wide(next(model.parameters()).dtype)
+    own_ids = data.ids[_equal_share(ranks, len(data.ids))]
+    embedded, own = [], _Found([], [], [])
     with autocast:
-        images = [
-            model.encode_image(pixels.to(device, dtype)).to(_wide(dtype))
-            for pixels in evaluation_images(
-                data.source, own_images, model.transform(train=False), batch=batch, workers=workers
-            )
-        ]
-        texts = [
-            model.encode_text(model.tokenizer(own_texts[start : start + batch]).to(device)).to(_wide(dtype))
+        for found in evaluation_batches(data.source, own_ids, transform, batch=batch, workers=workers):
+            own.ids.extend(found.ids)
+            own.captions.extend(found.captions)
+            own.broken.extend(str(error) for error in found.broken)
+            # A batch without one good image still takes part, with a blank one.
+            pixels = found.images if found.ids else torch.zeros(1, *_blank(model), dtype=torch.uint8)
+            embedded.append(model.encode_image(pixels.to(device)).to(dtype)[: len(found.ids)])
+        everyones = ranks.everyones(own)
+        ids, rows = _once_each(everyones, width=len(own_ids))
+        captions = dict(
+            zip([i for f in everyones for i in f.ids], [c for f in everyones for c in f.captions], strict=True)
+        )
+        broken = sorted({message for found in everyones for message in found.broken})
+        if not ids:
+            raise UserError(f"none of the held-out samples can be used: {broken[0]}")
+        images = _everybodys(ranks, torch.cat(embedded), width=len(own_ids))[torch.tensor(rows, device=device)]
+        flat = [caption for index in ids for caption in captions[index]]
+        own_texts = [flat[row] for row in _equal_share(ranks, len(flat))]
+        texts = torch.cat([
+            model.encode_text(model.tokenizer(own_texts[start : start + batch]).to(device)).to(dtype)
             for start in range(0, len(own_texts), batch)
-        ]
+        ])  # fmt: skip
     model.train(was_training)
-    return Embedded(_everybodys(ranks, images, len(data.ids)), _everybodys(ranks, texts, len(flat)), owner, flat)
+    owner = torch.tensor([number for number, index in enumerate(ids) for _ in captions[index]], device=device)
+    return Embedded(
+        images, _everybodys(ranks, texts, width=len(own_texts))[: len(flat)], owner, flat, ids, len(broken)
+    )
+
+
+class _Found(NamedTuple):
+    """What one rank found in its share of a held-out set."""
+
+    ids: list[int]
+    captions: list[list[str]]
+    broken: list[str]
 
 
 def _equal_share(ranks: Ranks, count: int) -> np.ndarray:
@@ -63,9 +87,24 @@ def _equal_share(ranks: Ranks, count: int) -> np.ndarray:
     return np.minimum(np.arange(ranks.rank * width, (ranks.rank + 1) * width), count - 1)
 
 
-def _everybodys(ranks: Ranks, parts: list[Tensor], count: int) -> Tensor:
-    own = torch.cat(parts)
-    return ranks.gather(own, len(own) * ranks.size, purpose="evaluation")[:count]
+def _once_each(everyones: list[_Found], *, width: int) -> tuple[list[int], list[int]]:
+    """The ids that were found, and where each one's embedding stands among everybody's."""
+    places = {}
+    for rank, found in enumerate(everyones):
+        for number, index in enumerate(found.ids):
+            places.setdefault(index, rank * width + number)
+    return list(places), list(places.values())
+
+
+def _everybodys(ranks: Ranks, own: Tensor, *, width: int) -> Tensor:
+    padded = own.new_zeros(width, *own.shape[1:])
+    padded[: len(own)] = own
+    return ranks.gather(padded, width * ranks.size, purpose="evaluation")
+
+
+def _blank(model: TwoTower) -> tuple[int, int, int]:
+    size = model.preprocess.size
+    return (3, size, size) if isinstance(size, int) else (3, *size)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -30,7 +30,7 @@ def fitting(model: TwoTower, *, share: int, batch: int, ranks: Ranks, autocast: 
     free, _ = torch.cuda.mem_get_info(device)
     room = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     micro = largest(room=USED * room - to_come - (small - SMALL * each), each=each)
-    micro = ranks.smallest(min(micro, share))
+    micro = min(ranks.everyones(min(micro, share)))
     if micro < 1:
         raise UserError(
             f"not one sample fits beside the weights: {room / 2**30:.1f} GiB are free, {to_come / 2**30:.1f} needed"
@@ -68,6 +68,5 @@ def _peak(model: TwoTower, size: int, autocast: torch.autocast) -> int:
 def _trial(model: TwoTower, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     pixels = model.preprocess.size
     height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
-    dtype = next(model.parameters()).dtype
     tokens = model.tokenizer(["a"]).to(device).expand(size, -1).contiguous()
-    return torch.zeros(size, 3, height, width, device=device, dtype=dtype), tokens
+    return torch.zeros(size, 3, height, width, device=device, dtype=torch.uint8), tokens

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from leanclip.data import Datasets, TrainingLoader, open_datasets
+from leanclip.data import Datasets, Manifest, TrainingLoader, load_manifest, open_datasets, training_transform
 from leanclip.distributed import Ranks, replicated, sharded
 from leanclip.errors import UserError
 from leanclip.evaluation import RECALLS
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
+from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower, create_model, model_config_of
 from leanclip.optim import create_optimizer, weight_decay_groups
@@ -23,6 +24,7 @@ from leanclip.training.defaults import fill, total_steps
 from leanclip.training.fit import fitting
 from leanclip.training.loss_scale import LossScale
 from leanclip.training.pieces import Pieces
+from leanclip.training.run_directory import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Datasets]:
         raise UserError(f"unknown --best-metric {config.run.best_metric!r}; choose from {', '.join(RECALLS)}")
     if config.model.model is not None:
         model_config_of(config.model.model)
-    data = open_datasets(config.data, seed=config.run.seed)
+    data = open_datasets(config.data, seed=config.run.seed, manifest=_known_manifest(config))
     return fill(config, samples=len(data.train), processes=Ranks.current().size), data
 
 
@@ -93,9 +95,13 @@ def set_up(config: TrainConfig) -> Job:
     double = run.precision == "fp64"
     model = create_model(start, siglip=run.loss == "siglip", double=double)
     config = replace(config, loss=_starting_temperature(config, model))
+    manifest = _known_manifest(config)
     try:
         loss = loss_from_config(
-            run.loss, config.loss, num_samples=len(data.train.source), implementation=run.implementation
+            run.loss,
+            config.loss,
+            num_samples=sum(int(entry["count"]) for entry in manifest) if manifest else len(data.train.source),
+            implementation=run.implementation,
         )
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -116,11 +122,12 @@ def set_up(config: TrainConfig) -> Job:
         data.train.ids,
         batch=batch,
         share=ranks.share(batch),
-        transform=model.transform(train=True, scale=config.model.aug_scale),
+        transform=training_transform(model.preprocess, scale=config.model.aug_scale),
         tokenizer=model.tokenizer,
         seed=run.seed,
         workers=config.data.workers,
         pin_memory=device.type == "cuda",
+        shuffle=config.data.shuffle,
     )
     if ranks.rank > 0:
         torch.manual_seed(run.seed + 7919 * ranks.rank)  # else all ranks' dropout would drop alike
@@ -140,6 +147,8 @@ def set_up(config: TrainConfig) -> Job:
         position = load_checkpoint(resume_from, loss, optimizer, pieces.scale, device)
         if position.global_batch != batch:
             raise UserError(f"the run has a global batch of {position.global_batch}, not {batch}; resume with that")
+        if manifest is not None and isinstance(loss, GlobalContrastiveLoss):
+            loss.resize(len(data.train.source))  # for shards that were added since
     return Job(
         config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, pieces=pieces,
         ranks=ranks, loader=loader, steps=total_steps(config, samples=len(data.train), batch=batch),
@@ -184,6 +193,14 @@ def device_of(name: str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {name}: PyTorch sees no GPU here; give cpu, or leave it out")
     return device
+
+
+def _known_manifest(config: TrainConfig) -> Manifest | None:
+    """The ids that a resumed run began with."""
+    if config.run.resume is None or (config.run.resume == "latest" and config.run.name is None):
+        return None
+    checkpoint = find_checkpoint(config.run.resume, Path(config.run.logs) / str(config.run.name))
+    return load_manifest(RunDirectory(checkpoint.parents[1]).manifest)
 
 
 def _starting_temperature(config: TrainConfig, model: TwoTower) -> LossConfig:
