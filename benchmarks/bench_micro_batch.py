@@ -125,7 +125,7 @@ def main() -> None:
             free()
             row = about | {"mode": "direct" if micro is None else "micro-batches", "batch": batch,
                            "micro_batch": micro or batch} | found  # fmt: skip
-            writer.writerow(row)
+            writer.writerow(row)  # pyright: ignore[reportArgumentType]
             file.flush()
             print(f"{row['mode']:<14} batch {batch:>6} x {row['micro_batch']:>5}: "
                   f"{row['samples_per_second']:>9,.1f} samples/s, peak {row['peak_gib']} GiB")  # fmt: skip

@@ -5,12 +5,13 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# A server that has imported the slow modules once and forks itself for each process.
-CONTEXT = multiprocessing.get_context("forkserver")
+# A server that has imported the slow modules once and forks itself for each process. CUDA wants fresh ones.
+CONTEXT: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 CONTEXT.set_forkserver_preload(["leanclip.training", "torch.distributed.fsdp"])
 
 

@@ -77,7 +77,7 @@ def joined(launch: Launch, device: torch.device, *, timeout: float, always: bool
     if launch.size == 1 and not always:
         yield Watch(None, launch.rank, launch.size, timeout)
         return
-    if device.type == "cuda":
+    if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not _shares_a_gpu(launch) else "gloo"
     store: Store = HashStore()

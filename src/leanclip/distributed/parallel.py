@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from leanclip.distributed.ranks import Ranks
+from leanclip.distributed.ranks import Ranks, as_bytes
 
 
 def replicated(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
@@ -71,8 +72,21 @@ def reducing(model: nn.Module, reduce: bool) -> Iterator[None]:
 
 
 def whole(value: Tensor) -> Tensor:
-    """A tensor that is split over the ranks, complete; called on all of them."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    """A tensor that is split over the ranks, complete; called on all of them.
+
+    By a plain collective: the functional ones that DTensor itself uses crash on CUDA tensors over gloo (torch 2.11).
+    """
+    if not isinstance(value, DTensor):
+        return value
+    if value.placements != (Shard(0),):
+        return value.full_tensor()
+    local, group = value.to_local(), value.device_mesh.get_group()
+    width = -(-len(value) // group.size())
+    padded = local.new_zeros(width, *local.shape[1:])
+    padded[: len(local)] = local
+    everyone = padded.new_empty(group.size() * width, *local.shape[1:])
+    dist.all_gather_into_tensor(as_bytes(everyone), as_bytes(padded), group=group)
+    return everyone[: len(value)]
 
 
 def split_like(value: Tensor, model: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from leanclip.distributed.ledger import LEDGER
 from leanclip.errors import UserError
@@ -53,8 +53,9 @@ class Ranks:
         return -(-batch // self.size)
 
     def mesh(self, device: str) -> DeviceMesh:
-        """The ranks in one line, for what torch splits over them."""
-        return init_device_mesh(device, (self.size,), mesh_dim_names=("ranks",))
+        """The ranks in one line, for what torch splits over them: this very group, not a new one."""
+        assert self.group is not None, "torch.distributed is not initialised"
+        return DeviceMesh.from_group(self.group, device, mesh_dim_names=("ranks",))
 
     def gather(self, local: Tensor, batch: int, *, purpose: str) -> Tensor:
         """All ranks' rows, in the order of the global batch. No sizes travel: they follow from `batch`."""
@@ -71,8 +72,7 @@ class Ranks:
             padded[: len(local)] = local
         everyone = padded.new_empty(self.size * width, *local.shape[1:])
         LEDGER.record(purpose, everyone.nbytes)
-        # As bytes, because not every backend knows every dtype.
-        work = dist.all_gather_into_tensor(_bytes(everyone), _bytes(padded), group=self.group, async_op=True)
+        work = dist.all_gather_into_tensor(as_bytes(everyone), as_bytes(padded), group=self.group, async_op=True)
 
         def wait(sent: Tensor = padded) -> Tensor:  # which must live until it has been sent
             work.wait()  # pyright: ignore[reportOptionalMemberAccess]
@@ -116,5 +116,6 @@ class Ranks:
         return outcome[0]
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as a vector of bytes: what travels that way needs no backend that knows its dtype."""
     return tensor.view(-1).view(torch.uint8)

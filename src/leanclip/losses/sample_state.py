@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from leanclip.distributed import Ranks
+from leanclip.distributed import Ranks, whole
 
 SIDES = ("image", "text")
 Ids = tuple[Tensor, Tensor]  # of a global batch's images and texts; one tensor where they are the same
@@ -129,7 +129,7 @@ class SampleState(nn.Module):
             raise ValueError(f"resize to {num_samples} would drop samples: the tables hold {self.num_samples}")
         old = self.num_samples
         for name, value in self.initial.items():
-            kept = self._whole(name)
+            kept = whole(self._distributed(name))
             self.num_samples = num_samples
             block = self.block
             grown = kept.new_full((self._num_rows(),), value)
@@ -168,10 +168,6 @@ class SampleState(nn.Module):
             shape=torch.Size([self.num_samples]),
             stride=(1,),
         )
-
-    def _whole(self, name: str) -> Tensor:
-        table = self._distributed(name)
-        return table.full_tensor() if isinstance(table, DTensor) else table
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -7,7 +7,7 @@ from leanclip.errors import UserError
 from leanclip.models import TwoTower
 from leanclip.training.batch_norm import RunningAverages
 
-SMALL, LARGE = 8, 32  # samples of the two trial passes
+TRIALS = (128, 32, 8)  # samples of the larger of two trial passes; the smaller has a quarter
 USED = 0.92  # of the free memory: the allocator needs room to move
 PER_PARAMETER = 4 + 8  # bytes to come, beside the weights: gradient and AdamW's moments, in float32
 
@@ -19,17 +19,16 @@ def fitting(model: TwoTower, *, share: int, batch: int, ranks: Ranks, autocast: 
     split over ranks, so the rank of a larger GPU does not help a smaller one, and FSDP's savings are not counted.
     """
     device = next(model.parameters()).device
-    if device.type != "cuda" or share <= LARGE:
+    if device.type != "cuda" or share <= TRIALS[-1]:
         return share
-    small, large = (_peak(model, size, autocast) for size in (SMALL, LARGE))
-    each = max(1, (large - small) // (LARGE - SMALL))
+    fixed, each = _memory(model, share, autocast)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     sample = sum(part.nbytes for part in _trial(model, 1, device))
     dim = model.config["embed_dim"]
-    to_come = PER_PARAMETER * trained + share * sample + batch * 2 * dim * 12
-    free, _ = torch.cuda.mem_get_info(device)
-    room = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    micro = largest(room=USED * room - to_come - (small - SMALL * each), each=each)
+    to_come = fixed + PER_PARAMETER * trained + share * sample + batch * 2 * dim * 12
+    torch.cuda.empty_cache()
+    room, _ = torch.cuda.mem_get_info(device)
+    micro = largest(room=USED * room - to_come, each=each)
     micro = min(ranks.everyones(min(micro, share)))
     if micro < 1:
         raise UserError(
@@ -43,6 +42,21 @@ def largest(*, room: float, each: int) -> int:
     """How many of `each` bytes fit, rounded down to whole eights where there are that many."""
     count = int(max(0.0, room) // each)
     return count if count < 8 else count - count % 8
+
+
+def _memory(model: TwoTower, share: int, autocast: torch.autocast) -> tuple[int, int]:
+    """Bytes that a pass needs beside weights and gradients, whatever its size, and for each sample."""
+    for size in TRIALS:
+        if size > share:
+            continue
+        try:
+            small, large = _peak(model, size // 4, autocast), _peak(model, size, autocast)
+        except torch.cuda.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            continue
+        each = max(1, (large - small) // (size - size // 4))
+        return max(0, large - size * each), each
+    raise UserError(f"not even {TRIALS[-1]} samples fit on the GPU; take a smaller model, or give --micro-batch")
 
 
 def _peak(model: TwoTower, size: int, autocast: torch.autocast) -> int:
@@ -61,8 +75,7 @@ def _peak(model: TwoTower, size: int, autocast: torch.autocast) -> int:
     for parameter in model.parameters():
         parameter.grad = None
     norms.restore()
-    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return max(0, peak - trained)
+    return peak
 
 
 def _trial(model: TwoTower, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
