@@ -36,7 +36,7 @@ def test_the_bundled_data_are_whole():
     assert len(data.train) == 1830
     assert data.val is not None and len(data.val) == 200
     assert data.note is not None and "unseen renders of known concepts" in data.note
-    assert data.train.shards.captions(0) == ["spider web"]
+    assert data.train.source.captions(0) == ["spider web"]
 
 
 def test_licence_notices_are_bundled():

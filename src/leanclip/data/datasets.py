@@ -7,6 +7,7 @@ import numpy as np
 
 from leanclip.data.config import DataConfig
 from leanclip.data.shards import Shards
+from leanclip.data.source import Source
 from leanclip.errors import UserError
 
 BUNDLED = Path(__file__).parent / "emoji"
@@ -15,9 +16,9 @@ BUNDLED_NOTE = "Bundled emoji: held-out figures measure unseen renders of known 
 
 @dataclass(frozen=True)
 class Subset:
-    """Some samples of some shards, by id."""
+    """Some samples of a source, by id."""
 
-    shards: Shards
+    source: Source
     ids: np.ndarray
 
     def __len__(self) -> int:
@@ -33,7 +34,7 @@ class Datasets:
 
 def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
     """Index the training and validation data. Without a train_data, those that come with the package."""
-    train = _train_shards(config)
+    train = _train_source(config)
     if config.val_split:
         kept, held_out = _split(len(train), config.val_split, seed)
         return Datasets(Subset(train, kept), Subset(train, held_out), _note(config))
@@ -44,20 +45,25 @@ def open_datasets(config: DataConfig, *, seed: int) -> Datasets:
 def open_validation(config: DataConfig, *, seed: int) -> tuple[Subset | None, str | None]:
     """The held-out data alone, and the note that goes with figures on them."""
     if config.val_split:
-        shards = _train_shards(config)
-        return Subset(shards, _split(len(shards), config.val_split, seed)[1]), _note(config)
+        source = _train_source(config)
+        return Subset(source, _split(len(source), config.val_split, seed)[1]), _note(config)
     if config.val_data is None and config.train_data is not None:
         return None, None
-    shards = Shards(config.val_data or str(BUNDLED / "val-*.tar"))
-    return Subset(shards, np.arange(len(shards))), _note(config)
+    source = open_source(config.val_data or str(BUNDLED / "val-*.tar"), config)
+    return Subset(source, np.arange(len(source))), _note(config)
 
 
 def _note(config: DataConfig) -> str | None:
     return BUNDLED_NOTE if config.train_data is None and config.val_data is None else None
 
 
-def _train_shards(config: DataConfig) -> Shards:
-    return Shards(str(BUNDLED / "train-*.tar") if config.train_data is None else config.train_data)
+def open_source(data: str, config: DataConfig) -> Source:
+    """The samples of a --train-data or --val-data: its form decides what it is."""
+    return Shards(data)
+
+
+def _train_source(config: DataConfig) -> Source:
+    return open_source(str(BUNDLED / "train-*.tar") if config.train_data is None else config.train_data, config)
 
 
 def _split(count: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,19 +11,23 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from leanclip.data.batch import Batch
 from leanclip.data.decode import decode_image, training_sample
 from leanclip.data.order import epoch_batches
-from leanclip.data.shards import Shards
+from leanclip.data.source import BrokenSample, Source
 from leanclip.errors import UserError
 
 
 class TrainingLoader:
-    """The training batches of each epoch. Where it stands is (epoch, step), and going there reads nothing."""
+    """The training batches of each epoch. Where it stands is (epoch, step), and going there reads nothing.
+
+    `batch` is the global batch; `share` the slice of every one that this process reads, by default all of it.
+    """
 
     def __init__(
         self,
-        shards: Shards,
+        source: Source,
         ids: Sequence[int] | np.ndarray,
         *,
         batch: int,
+        share: slice | None = None,
         transform: Callable[..., Tensor],
         tokenizer: Callable[..., Tensor],
         seed: int,
@@ -36,9 +40,10 @@ class TrainingLoader:
                 f"{len(self.ids)} training samples do not fill one batch of {batch}; give a smaller --batch-size"
             )
         self.batch, self.seed = batch, seed
+        self.share = slice(0, batch) if share is None else share
         self._steps = _Steps()
         self._loader = DataLoader(
-            _Augmented(shards, transform, tokenizer, seed),
+            _Augmented(source, transform, tokenizer, seed),
             batch_sampler=self._steps,
             num_workers=workers,
             collate_fn=_collate,
@@ -54,7 +59,8 @@ class TrainingLoader:
 
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from step `start` on."""
-        self._steps.batches = islice(epoch_batches(self.ids, self.batch, seed=self.seed, epoch=epoch), start, None)
+        batches = epoch_batches(self.ids, self.batch, seed=self.seed, epoch=epoch)
+        self._steps.batches = (batch[self.share] for batch in islice(batches, start, None))
         self._steps.epoch = epoch
         for batch in self._loader:
             if isinstance(batch, UserError):
@@ -76,16 +82,18 @@ class _Steps(Sampler):
 
 class _Augmented(Dataset):
     def __init__(
-        self, shards: Shards, transform: Callable[..., Tensor], tokenizer: Callable[..., Tensor], seed: int
+        self, source: Source, transform: Callable[..., Tensor], tokenizer: Callable[..., Tensor], seed: int
     ) -> None:
-        self.shards, self.transform, self.tokenizer, self.seed = shards, transform, tokenizer, seed
+        self.source, self.transform, self.tokenizer, self.seed = source, transform, tokenizer, seed
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor, int] | UserError:
         epoch, index = key
         try:
             image, tokens = training_sample(
-                self.shards, index, self.transform, self.tokenizer, seed=self.seed, epoch=epoch
+                self.source, index, self.transform, self.tokenizer, seed=self.seed, epoch=epoch
             )
+        except BrokenSample as error:
+            return UserError(f"{error}; remove it")
         except UserError as error:
             return error  # raised in a worker it would come back as a page of traceback
         return image, tokens, index
@@ -100,21 +108,21 @@ def _collate(samples: list[tuple[Tensor, Tensor, int] | UserError]) -> Batch | U
 
 
 class _Images(Dataset):
-    def __init__(self, shards: Shards, ids: np.ndarray, transform: Callable[..., Tensor]) -> None:
-        self.shards, self.ids, self.transform = shards, ids, transform
+    def __init__(self, source: Source, ids: np.ndarray, transform: Callable[..., Tensor]) -> None:
+        self.source, self.ids, self.transform = source, ids, transform
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> Tensor:
-        return self.transform(decode_image(self.shards, int(self.ids[index])))
+        return self.transform(decode_image(self.source, int(self.ids[index])))
 
 
 def evaluation_images(
-    shards: Shards, ids: np.ndarray, transform: Callable[..., Tensor], *, batch: int, workers: int
+    source: Source, ids: np.ndarray, transform: Callable[..., Tensor], *, batch: int, workers: int
 ) -> Iterator[Tensor]:
     """The images in order, preprocessed as at inference."""
     loader = DataLoader(
-        _Images(shards, ids, transform), batch_size=batch, num_workers=workers, generator=torch.Generator()
+        _Images(source, ids, transform), batch_size=batch, num_workers=workers, generator=torch.Generator()
     )
     yield from loader

@@ -10,6 +10,7 @@ from typing import Any
 
 import braceexpand
 
+from leanclip.data.source import BrokenSample, Source
 from leanclip.errors import UserError
 
 IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp")
@@ -31,7 +32,7 @@ class Sample:
     members: dict[str, Member]  # by ending
 
 
-class Shards:
+class Shards(Source):
     """The samples of some tar files; the id of a sample is its position."""
 
     def __init__(self, pattern: str) -> None:
@@ -66,18 +67,18 @@ class Shards:
             try:
                 found = json.loads(self._read(sample, "json"))
             except ValueError as error:
-                raise UserError(
-                    f"the .json of sample {self.name(index)} is broken ({error}); mend or remove it"
+                raise BrokenSample(
+                    "caption", f"the .json of sample {self.name(index)} is broken ({error})"
                 ) from error
             captions = found.get("captions") if isinstance(found, dict) else None
             if captions:
                 return [captions] if isinstance(captions, str) else [str(caption) for caption in captions]
         if "txt" not in sample.members:
-            raise UserError(f"sample {self.name(index)} has no caption: give a .txt, or captions in its .json")
+            raise BrokenSample("caption", f"sample {self.name(index)} has no caption")
         try:
             return [self._read(sample, "txt").decode("utf-8").strip()]
         except UnicodeDecodeError as error:
-            raise UserError(f"the caption of sample {self.name(index)} is not UTF-8; convert it") from error
+            raise BrokenSample("encoding", f"the caption of sample {self.name(index)} is not UTF-8") from error
 
     def name(self, index: int) -> str:
         sample = self.samples[index]

@@ -31,14 +31,14 @@ def embed(
     was_training = model.training
     model.eval()
     dtype = next(model.parameters()).dtype
-    captions = [data.shards.captions(int(index)) for index in data.ids]
+    captions = [data.source.captions(int(index)) for index in data.ids]
     flat = [caption for group in captions for caption in group]
     owner = torch.tensor([number for number, group in enumerate(captions) for _ in group], device=device)
     with autocast:
         images = [
             model.encode_image(pixels.to(device, dtype)).to(_wide(dtype))
             for pixels in evaluation_images(
-                data.shards, data.ids, model.transform(train=False), batch=batch, workers=workers
+                data.source, data.ids, model.transform(train=False), batch=batch, workers=workers
             )
         ]
         texts = [

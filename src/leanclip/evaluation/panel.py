@@ -30,7 +30,7 @@ def retrieval_panel(data: Subset, embedded: Embedded, *, images: int = 12, match
 
 
 def _thumbnail(data: Subset, row: int) -> bytes:
-    image = decode_image(data.shards, int(data.ids[row]))
+    image = decode_image(data.source, int(data.ids[row]))
     image.thumbnail((PANEL_PIXELS, PANEL_PIXELS))
     file = io.BytesIO()
     image.save(file, "JPEG", quality=88)

@@ -83,7 +83,7 @@ def set_up(config: TrainConfig) -> Job:
     config = replace(config, loss=_starting_temperature(config, model))
     try:
         loss = loss_from_config(
-            run.loss, config.loss, num_samples=len(data.train.shards), implementation=run.implementation
+            run.loss, config.loss, num_samples=len(data.train.source), implementation=run.implementation
         )
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -94,7 +94,7 @@ def set_up(config: TrainConfig) -> Job:
     assert optim.wd is not None
     optimizer = create_optimizer(optim, [*weight_decay_groups(model, optim.wd), *loss.param_groups()])
     loader = TrainingLoader(
-        data.train.shards,
+        data.train.source,
         data.train.ids,
         batch=batch,
         transform=model.transform(train=True, scale=config.model.aug_scale),
