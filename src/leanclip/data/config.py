@@ -8,10 +8,16 @@ class DataConfig:
     """Data"""
 
     train_data: str | None = None
-    """WebDataset tar shards: a path, a glob, or a brace pattern such as 'cc3m-{00000..00331}.tar'.
-    Default: the bundled emoji."""
+    """WebDataset tar shards: a path, a glob, or a brace pattern such as 'cc3m-{00000..00331}.tar'; a .csv or .tsv
+    with image paths and captions; or synthetic:N for N made-up samples. Default: the bundled emoji."""
     val_data: str | None = None
     """Held-out shards for retrieval; several captions per image stand in .json under "captions"."""
+    csv_img_key: str = "filepath"
+    """The column of a .csv or .tsv that holds image paths; relative ones count from the file's folder."""
+    csv_caption_key: str = "title"
+    """The column that holds captions."""
+    csv_separator: str | None = None
+    """What separates the columns, such as ',' or '\\t'. Default: whichever splits the header into these columns."""
     val_split: float = 0.0
     """Without --val-data: hold this share of the training data out instead."""
     batch_size: int | None = None

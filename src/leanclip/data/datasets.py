@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
+from leanclip.data import synthetic
 from leanclip.data.config import DataConfig
 from leanclip.data.shards import Shards
 from leanclip.data.source import Source
+from leanclip.data.table import Table
 from leanclip.errors import UserError
 
 BUNDLED = Path(__file__).parent / "emoji"
@@ -59,6 +61,12 @@ def _note(config: DataConfig) -> str | None:
 
 def open_source(data: str, config: DataConfig) -> Source:
     """The samples of a --train-data or --val-data: its form decides what it is."""
+    if data.startswith(synthetic.PREFIX):
+        return synthetic.open_synthetic(data)
+    if data.lower().endswith((".csv", ".tsv")):
+        return Table(
+            data, image_key=config.csv_img_key, caption_key=config.csv_caption_key, separator=config.csv_separator
+        )
     return Shards(data)
 
 

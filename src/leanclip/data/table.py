@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from leanclip.data.packable import Packable, file_identity, read_image, whole_captions
+from leanclip.data.progress import progress_bar
 from leanclip.data.source import BrokenSample
 from leanclip.errors import UserError
 
@@ -17,6 +18,7 @@ SEPARATORS = ("\t", ",", ";", "|")
 SPOKEN_SEPARATORS = {"\\t": "\t", "tab": "\t", "comma": ","}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 REPORT_EVERY = 1 << 22  # bytes
+LONG_BYTES = 200 << 20  # about two seconds
 
 
 class Table(Packable):
@@ -29,16 +31,17 @@ class Table(Packable):
         image_key: str = "filepath",
         caption_key: str = "title",
         separator: str | None = None,
-        progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Without a separator, the one that gives the header both columns. `progress` is told the bytes scanned."""
+        """Without a separator, the one that gives the header both columns."""
         self.path = Path(path)
         if not self.path.is_file():
             raise UserError(f"no such file: {self.path}; give a CSV or TSV file with a header line")
         columns, self.separator, start = _read_header(self.path, image_key, caption_key, separator)
         self._columns = len(columns)
         self._image, self._caption = columns.index(image_key), columns.index(caption_key)
-        self._starts = _scan(self.path, start, self.separator, progress)
+        size = self.path.stat().st_size
+        with progress_bar(f"reading {self.path.name}", size, shown=size >= LONG_BYTES, unit="bytes") as progress:
+            self._starts = _scan(self.path, start, self.separator, progress)
         if len(self) == 0:
             raise UserError(f"{self.path} has a header and no rows; give one row for each image")
         self._file: int | None = None
@@ -57,6 +60,9 @@ class Table(Packable):
 
     def name(self, index: int) -> str:
         return f"row {index + 1} of {self.path}"
+
+    def manifest(self) -> list[dict[str, str | int]]:
+        return [{"path": str(self.path), "samples": len(self), "bytes": int(self._starts[-1])}]
 
     def identity(self) -> str:
         """Changes with the file."""
@@ -110,7 +116,7 @@ def _read_header(path: Path, image_key: str, caption_key: str, separator: str | 
     )
 
 
-def _scan(path: Path, start: int, separator: str, progress: Callable[[int], None] | None) -> np.ndarray:
+def _scan(path: Path, start: int, separator: str, progress: Callable[[int], None]) -> np.ndarray:
     """Where each row starts, then where the last one ends. Quoted fields may hold line breaks."""
     starts = array("q")
     position = begin = reported = start
@@ -122,7 +128,7 @@ def _scan(path: Path, start: int, separator: str, progress: Callable[[int], None
             file.seek(start)
             for line in file:
                 position += len(line)
-                if progress is not None and position - reported >= REPORT_EVERY:
+                if position - reported >= REPORT_EVERY:
                     progress(position - reported)
                     reported = position
                 yield _plain(line.decode("latin-1"))
@@ -139,8 +145,6 @@ def _scan(path: Path, start: int, separator: str, progress: Callable[[int], None
             f"{path}, row {len(starts) + 1}: {error}; write a quote inside quotes twice, and quote every field that"
             " starts with one"
         ) from error
-    if progress is not None:
-        progress(position - reported)
     starts.append(position)
     return np.frombuffer(starts, dtype=np.int64)
 
