@@ -15,18 +15,20 @@ SIDE = 256  # pixels of the raw images: what is left to do is the crop
 NOISE_BYTES = 1 << 20  # a stretch of these is an image: drawing new ones would be what is measured
 JPEG_SIZE = (500, 375)
 PICTURES = 64  # different JPEGs, for the same reason
-WORDS = (
-    "a the of in on with and at by near old new red blue green white black small big young two three man woman dog cat"
-    " bird horse car boat train house street park beach table city water sky tree flower field snow light night day"
-    " sitting standing walking playing looking holding running wearing food wall"
-).split()  # each is one token
+WORDS = [  # each is one token
+    "a", "the", "of", "in", "on", "with", "and", "at", "by", "near", "old", "new", "red", "blue", "green",
+    "white", "black", "small", "big", "young", "two", "three", "man", "woman", "dog", "cat", "bird", "horse",
+    "car", "boat", "train", "house", "street", "park", "beach", "table", "city", "water", "sky", "tree",
+    "flower", "field", "snow", "light", "night", "day", "sitting", "standing", "walking", "playing", "looking",
+    "holding", "running", "wearing", "food", "wall",
+]  # fmt: skip
 WORD_COUNTS = range(6, 22)  # 8 to 23 tokens with start and end, as captions from the web
 
 
 class Synthetic(Source):
     """Noise and words; image and caption of an id are always the same.
 
-    Images come uncompressed, which costs next to nothing to decode, or as JPEGs of the size of photographs on the web.
+    Images come uncompressed, which costs next to nothing to decode, or as JPEGs of the size of the web's photographs.
     """
 
     def __init__(self, count: int, *, jpeg: bool = False) -> None:
