@@ -59,8 +59,7 @@ class Coco(Packable):
         return f"{self._names[index]} of {self.path}"
 
     def identity(self) -> str:
-        """Changes with the JSON."""
-        return file_identity(self.path)
+        return f"{file_identity(self.path)} {self.folder.resolve()}"
 
     def _find_images(self, images: str | Path | None) -> Path:
         if images is not None:

@@ -73,7 +73,6 @@ class Folder(Packable):
         return f"{self._names[index]} in {self.path}"
 
     def identity(self) -> str:
-        """Changes with the name, size or time of any image, caption or list."""
         return self._identity
 
 

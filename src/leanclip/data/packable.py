@@ -13,7 +13,7 @@ class Packable(Source):
     """What was left out on opening, for the summary."""
 
     def identity(self) -> str:
-        """Changes when the files that name the samples change."""
+        """Changes when the files that name the samples change, or what is taken of them."""
         raise NotImplementedError
 
 

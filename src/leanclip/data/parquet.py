@@ -79,8 +79,7 @@ class Parquet(Packable):
         return f"row {row + 1} of {self.paths[file]}"
 
     def identity(self) -> str:
-        """Changes with the files."""
-        return "\n".join(file_identity(path) for path in self.paths)
+        return "\n".join([*map(file_identity, self.paths), *self._columns])
 
     def _place(self, index: int) -> tuple[int, int]:
         """The file of a row, and its number there."""

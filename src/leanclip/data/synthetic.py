@@ -7,7 +7,7 @@ import random
 import numpy as np
 from PIL import Image
 
-from leanclip.data.source import Source
+from leanclip.data.packable import Packable
 from leanclip.errors import UserError
 
 PREFIX = "synthetic:"
@@ -25,7 +25,7 @@ WORDS = [  # each is one token
 WORD_COUNTS = range(6, 22)  # 8 to 23 tokens with start and end, as captions from the web
 
 
-class Synthetic(Source):
+class Synthetic(Packable):
     """Noise and words; image and caption of an id are always the same.
 
     Images come uncompressed, which costs next to nothing to decode, or as JPEGs of the size of the web's photographs.
@@ -52,7 +52,10 @@ class Synthetic(Source):
         return [" ".join(WORDS[int(draw.random() * len(WORDS))] for _ in range(words))]
 
     def name(self, index: int) -> str:
-        return f"{index} of {PREFIX}{self.count}"
+        return f"{index} of {self.identity()}"
+
+    def identity(self) -> str:
+        return f"{PREFIX}{self.count}{':jpeg' if self.jpeg else ''}"
 
 
 def open_synthetic(data: str) -> Synthetic:

@@ -65,8 +65,7 @@ class Table(Packable):
         return [{"path": str(self.path), "samples": len(self), "bytes": int(self._starts[-1])}]
 
     def identity(self) -> str:
-        """Changes with the file."""
-        return file_identity(self.path)
+        return f"{file_identity(self.path)} {self._image} {self._caption} {self.separator!r}"
 
     def _row(self, index: int) -> list[str]:
         if self._file is None:
