@@ -149,5 +149,5 @@ def _scan(path: Path, start: int, separator: str, progress: Callable[[int], None
 
 
 def _plain(text: str) -> str:
-    """A bare carriage return, which csv refuses, becomes a space."""
-    return text.replace("\r\n", "\n").replace("\r", " ")
+    """Without the characters for which csv (of Python 3.10) refuses a whole file."""
+    return text.replace("\r\n", "\n").replace("\r", " ").replace("\0", "\ufffd")
