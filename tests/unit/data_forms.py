@@ -22,8 +22,8 @@ def write_images(folder: Path, count: int) -> list[tuple[str, str]]:
     folder.mkdir(parents=True, exist_ok=True)
     pairs = []
     for number, (image, caption) in enumerate(bundled(count)):
-        (folder / f"{number:03d}.webp").write_bytes(image)
-        pairs.append((f"{number:03d}.webp", caption))
+        (folder / f"{number:03d}.jpg").write_bytes(image)
+        pairs.append((f"{number:03d}.jpg", caption))
     return pairs
 
 

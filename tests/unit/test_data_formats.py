@@ -88,9 +88,9 @@ def test_a_broken_row_costs_only_itself(tmp_path):
     rows += [
         b",a kite",
         f"{images[0][0]},".encode(),
-        b"000.webp,caf\xe9",
-        b"000.webp,one,two",
-        b"000.webp",
+        b"000.jpg,caf\xe9",
+        b"000.jpg,one,two",
+        b"000.jpg",
         b"x\0.jpg,a",
     ]
     path = tmp_path / "pairs.csv"
