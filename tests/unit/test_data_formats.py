@@ -98,7 +98,9 @@ def test_a_broken_row_costs_only_itself(tmp_path):
     table = Table(path)
     assert len(table) == 9
     assert table.captions(0) == ["good"]
-    for index, kind in enumerate(["file", "file", "file", "empty", "encoding", "row", "row", "file"], 1):
+    for index, kind in enumerate(
+        ["no image", "no image", "no image", "empty", "encoding", "row", "row", "no image"], 1
+    ):
         with pytest.raises(BrokenSample, match=rf"row {index + 1} of ") as broken:
             assert table.captions(index) and table.image_bytes(index)
         assert broken.value.kind == kind

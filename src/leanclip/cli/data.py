@@ -97,6 +97,8 @@ class CheckCommand:
     """The model whose tokenizer measures the captions."""
     workers: int | None = None
     """Processes that read. Default: one for each core, 16 at most."""
+    caption_key: str = "captions"
+    """Where the .json of a sample in a shard has its captions."""
     csv_img_key: str = "filepath"
     """The column of a .csv or .tsv that holds image paths."""
     csv_caption_key: str = "title"
@@ -202,7 +204,10 @@ def _check(command: CheckCommand) -> None:
     if command.sample is not None and command.sample < 1:
         raise UserError(f"--sample is {command.sample}; it must be at least 1")
     config = DataConfig(
-        csv_img_key=command.csv_img_key, csv_caption_key=command.csv_caption_key, csv_separator=command.csv_separator
+        caption_key=command.caption_key,
+        csv_img_key=command.csv_img_key,
+        csv_caption_key=command.csv_caption_key,
+        csv_separator=command.csv_separator,
     )
     count_tokens = TokenCounter(command.model)
     source = open_source(command.data, config)

@@ -1,23 +1,30 @@
 """The data: indexed shards, stable ids, batches that are a pure function of (seed, epoch, step)."""
 
 from leanclip.data.batch import Batch
+from leanclip.data.broken import BrokenCount
 from leanclip.data.config import DataConfig
-from leanclip.data.datasets import Datasets, Subset, open_datasets, open_source, open_validation
-from leanclip.data.loader import TrainingLoader, evaluation_images
-from leanclip.data.shards import Shards
+from leanclip.data.datasets import Datasets, Subset, TrainingSet, open_datasets, open_source, open_validation
+from leanclip.data.decode import evaluation_transform, training_transform
+from leanclip.data.loader import TrainingLoader, evaluation_batches
+from leanclip.data.shards import Manifest, Shards
 from leanclip.data.source import BrokenSample, Source
 
 __all__ = [
     "Batch",
+    "BrokenCount",
     "BrokenSample",
     "DataConfig",
     "Datasets",
+    "Manifest",
     "Shards",
     "Source",
     "Subset",
     "TrainingLoader",
-    "evaluation_images",
+    "TrainingSet",
+    "evaluation_batches",
+    "evaluation_transform",
     "open_datasets",
     "open_source",
     "open_validation",
+    "training_transform",
 ]

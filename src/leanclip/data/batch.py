@@ -1,6 +1,7 @@
 """What the loader gives the training step."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,22 +11,29 @@ from torch import Tensor
 class Batch:
     """One step's samples. The ids stay on the host, where the loss checks them without waiting for the device."""
 
-    images: Tensor  # (B, 3, H, W)
+    images: Tensor  # (B, 3, H, W) uint8: the model normalises
     tokens: Tensor  # (B, L)
     sample_ids: Tensor  # (B,) stable integers in [0, n)
+    broken: Mapping[str, int] = field(default_factory=dict)  # samples that others stand in for, by kind
+    examples: tuple[str, ...] = ()  # what was wrong with some of them
 
     def __len__(self) -> int:
         return len(self.images)
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "Batch":
-        return Batch(
+        """On the device; the dtype is for images that are not uint8."""
+        dtype = dtype if self.images.is_floating_point() else None
+        return replace(
+            self,
             images=self.images.to(device, dtype, non_blocking=True),
             tokens=self.tokens.to(device, non_blocking=True),
-            sample_ids=self.sample_ids,
         )
 
     def pin_memory(self) -> "Batch":
         """Called by torch's DataLoader, so that copies to the device run beside its work."""
-        return Batch(
-            images=self.images.pin_memory(), tokens=self.tokens.pin_memory(), sample_ids=self.sample_ids.pin_memory()
+        return replace(
+            self,
+            images=self.images.pin_memory(),
+            tokens=self.tokens.pin_memory(),
+            sample_ids=self.sample_ids.pin_memory(),
         )

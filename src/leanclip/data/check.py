@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from leanclip.data.decode import naming
 from leanclip.data.examine import examine
 from leanclip.data.parallel import Tick, run_tasks
 from leanclip.data.source import BrokenSample, Source
@@ -32,6 +33,7 @@ class Findings:
     formats: Counter[str]
     broken: Counter[str]
     examples: dict[str, list[str]]
+    empty_captions: int
     first: int  # id
 
 
@@ -62,7 +64,7 @@ def check(
         "broken": dict(found.broken.most_common()),
         "broken_examples": found.examples,
         "broken_share": broken / max(1, len(ids) + sum(left_out.values())),
-        "empty_captions": found.broken["empty"],
+        "empty_captions": found.empty_captions,
         "captions": len(found.tokens),
         "captions_per_image": _spread(np.unique(found.caption_ids, return_counts=True)[1]),
         "tokens": _spread(found.tokens),
@@ -81,14 +83,17 @@ def check(
 def _look(source: Source, count_tokens: Callable[[str], int], ids: np.ndarray | range, tick: Tick) -> Findings:
     whole, sizes, lengths, hashes = [], [], [], []
     caption_ids, caption_hashes, tokens = [], [], []
-    formats, broken, examples = Counter[str](), Counter[str](), dict[str, list[str]]()
+    formats, broken, examples, empty = Counter[str](), Counter[str](), dict[str, list[str]](), 0
     for index in map(int, ids):
+        captions = None
         try:
             captions = source.captions(index)
             image = source.image_bytes(index)
-            facts = examine(image, source.name(index))
+            with naming(source, index):
+                facts = examine(image)
         except BrokenSample as error:
             broken[error.kind] += 1
+            empty += captions is None and error.kind == "empty"  # and not an image without bytes
             named = examples.setdefault(error.kind, [])
             if len(named) < EXAMPLES:
                 named.append(str(error))
@@ -113,6 +118,7 @@ def _look(source: Source, count_tokens: Callable[[str], int], ids: np.ndarray | 
         formats=formats,
         broken=broken,
         examples=examples,
+        empty_captions=empty,
         first=int(ids[0]),
     )
 
@@ -133,6 +139,7 @@ def _joined(parts: list[Findings]) -> Findings:
         formats=sum((part.formats for part in parts), Counter()),
         broken=sum((part.broken for part in parts), Counter()),
         examples=examples,
+        empty_captions=sum(part.empty_captions for part in parts),
         first=parts[0].first,
     )
 

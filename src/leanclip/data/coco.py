@@ -52,7 +52,7 @@ class Coco(Packable):
 
     def captions(self, index: int) -> list[str]:
         if index in self._repeated:
-            raise BrokenSample("duplicate", f"{self.name(index)} has the id of an earlier image")
+            raise BrokenSample("duplicate key", f"{self.name(index)} has the id of an earlier image")
         return whole_captions(self._captions[index], self.name(index))
 
     def name(self, index: int) -> str:

@@ -1,6 +1,8 @@
 """The data's part of the configuration."""
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -8,8 +10,11 @@ class DataConfig:
     """Data"""
 
     train_data: str | None = None
-    """WebDataset tar shards: a path, a glob, or a brace pattern such as 'cc3m-{00000..00331}.tar'; a .csv or .tsv
-    with image paths and captions; or synthetic:N for N made-up samples. Default: the bundled emoji."""
+    """WebDataset tar shards: a path, a directory, a glob, a brace pattern such as 'cc3m-{00000..00331}.tar', or URLs
+    of that form (s3://, gs://, https://); several with :: between them. Or a .csv or .tsv of image paths and
+    captions, or synthetic:N for N made-up samples. Default: the bundled emoji."""
+    train_data_upsampling_factors: str | None = None
+    """How often an epoch visits each of several sources, as 2::1. Default: each once."""
     val_data: str | None = None
     """Held-out shards for retrieval; several captions per image stand in .json under "captions"."""
     csv_img_key: str = "filepath"
@@ -20,12 +25,24 @@ class DataConfig:
     """What separates the columns, such as ',' or '\\t'. Default: whichever splits the header into these columns."""
     val_split: float = 0.0
     """Without --val-data: hold this share of the training data out instead."""
+    caption_key: str = "captions"
+    """Where a sample's .json has its caption or list of captions; without it the .txt is the caption."""
+    caption_weights_key: str | None = None
+    """Where a sample's .json has a list of how likely each caption is. Default: all alike."""
+    max_broken: float = 0.01
+    """Stop when more than this share of the samples cannot be read; up to there others stand in for them."""
+    shuffle: Literal["all", "blocks"] = "all"
+    """all: an epoch is a permutation of all samples. blocks: neighbours stay near each other, for slow storage."""
     batch_size: int | None = None
     """Samples per step on each process (as in OpenCLIP). Give this or --global-batch-size."""
     global_batch_size: int | None = None
     """Samples per step over all processes: what a recipe fixes and a resumed run must keep. Default: 128."""
     workers: int = 2
     """Processes that decode and augment. 0 does it in the training process."""
+    train_num_samples: int | None = None
+    """Accepted for OpenCLIP's command lines and not used: samples are counted."""
+    data_size: int | None = None
+    """Accepted for FastCLIP's command lines and not used: samples are counted."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.global_batch_size is not None:
@@ -40,5 +57,22 @@ class DataConfig:
             raise ValueError(f"val_split is {self.val_split}; give a share in [0, 1)")
         if self.val_split and self.val_data:
             raise ValueError("--val-split holds out training data, --val-data brings its own; give one")
+        if not 0 <= self.max_broken <= 1:
+            raise ValueError(f"max_broken is {self.max_broken}; give a share in [0, 1]")
+        if self.upsampling_factors is not None and not all(
+            math.isfinite(factor) and factor > 0 for factor in self.upsampling_factors
+        ):
+            raise ValueError(
+                f"train_data_upsampling_factors is {self.train_data_upsampling_factors!r}; give numbers, as 2::1"
+            )
         if self.workers < 0:
             raise ValueError(f"workers is {self.workers}; it must be 0 or more")
+
+    @property
+    def upsampling_factors(self) -> list[float] | None:
+        if self.train_data_upsampling_factors is None:
+            return None
+        try:
+            return [float(factor) for factor in self.train_data_upsampling_factors.split("::")]
+        except ValueError:
+            return [math.nan]

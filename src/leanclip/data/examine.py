@@ -1,13 +1,11 @@
 """Whether an image is whole, and its size, at a fraction of the cost of decoding it for training."""
 
-import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from PIL import Image
-
+from leanclip.data.decode import open_image
 from leanclip.data.source import BrokenSample
 
 
@@ -18,27 +16,22 @@ class ImageFacts(NamedTuple):
     """As Pillow calls it: JPEG, PNG, WEBP, ..."""
 
 
-@contextmanager
-def opened(content: bytes, name: str) -> Iterator[Image.Image]:
-    """The image, not yet decoded. Whatever goes wrong inside the `with` is the sample's fault."""
-    if not content:
-        raise BrokenSample("image", f"the image of {name} has no bytes")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a broken EXIF block says nothing about the pixels
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content)) as image:
-                yield image
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise BrokenSample("large", f"the image of {name} is too large ({error})") from error
-    except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
-        raise BrokenSample("image", f"cannot decode the image of {name} ({error})") from error
-
-
-def examine(content: bytes, name: str) -> ImageFacts:
-    """Decode an image, a JPEG at an eighth of its size, and say what it is."""
-    with opened(content, name) as image:
-        facts = ImageFacts(*image.size, image.format or "")
+def examine(content: bytes) -> ImageFacts:
+    """Decode an image, a JPEG at an eighth of its size, and say what it is. BrokenSample if that fails."""
+    image = open_image(content)
+    facts = ImageFacts(*image.size, image.format or "")
+    with decoding():
         image.draft(None, (1, 1))
         image.load()
     return facts
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Decoders fail in many ways on damaged input: all of them are the sample's fault."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:
+        raise BrokenSample("image", (str(error) or type(error).__name__).splitlines()[0]) from error

@@ -66,7 +66,7 @@ class Folder(Packable):
         except UnicodeDecodeError as error:
             raise BrokenSample("encoding", f"the caption of {self.name(index)} is not UTF-8") from error
         except OSError as error:
-            raise BrokenSample("caption", f"{self.name(index)} has no .txt and is in no list") from error
+            raise BrokenSample("no caption", f"{self.name(index)} has no .txt and is in no list") from error
         return whole_captions([text], self.name(index))
 
     def name(self, index: int) -> str:

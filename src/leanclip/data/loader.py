@@ -1,7 +1,9 @@
 """Batches for training and for evaluation."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,10 +11,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from leanclip.data.batch import Batch
-from leanclip.data.decode import decode_image, training_sample
-from leanclip.data.order import epoch_batches
+from leanclip.data.broken import EXAMPLES
+from leanclip.data.decode import Transform, naming, training_sample
+from leanclip.data.order import Once, Order, Shuffle, Visits, sample_seed
 from leanclip.data.source import BrokenSample, Source
 from leanclip.errors import UserError
+
+PREFETCH = 2  # batches per worker
 
 
 class TrainingLoader:
@@ -24,44 +29,39 @@ class TrainingLoader:
     def __init__(
         self,
         source: Source,
-        ids: Sequence[int] | np.ndarray,
+        ids: Sequence[int] | np.ndarray | Visits,
         *,
         batch: int,
         share: slice | None = None,
-        transform: Callable[..., Tensor],
+        transform: Transform,
         tokenizer: Callable[..., Tensor],
         seed: int,
         workers: int,
         pin_memory: bool,
+        shuffle: Shuffle = "all",
     ) -> None:
-        self.ids = np.asarray(ids, dtype=np.int64)
-        if len(self.ids) < batch:
+        visits = ids if isinstance(ids, Visits) else Once(ids)
+        if len(visits) < batch:
             raise UserError(
-                f"{len(self.ids)} training samples do not fill one batch of {batch}; give a smaller --batch-size"
+                f"{len(visits)} training samples do not fill one batch of {batch}; give a smaller --batch-size"
             )
-        self.batch, self.seed = batch, seed
-        self.share = slice(0, batch) if share is None else share
+        self.batch = batch
+        self.order = Order(visits, batch=batch, seed=seed, shuffle=shuffle)
         self._steps = _Steps()
-        self._loader = DataLoader(
-            _Augmented(source, transform, tokenizer, seed),
-            batch_sampler=self._steps,
-            num_workers=workers,
-            collate_fn=_collate,
-            pin_memory=pin_memory,
-            persistent_workers=workers > 0,
-            prefetch_factor=4 if workers else None,
-            generator=torch.Generator(),  # else every epoch would draw a seed from the model's random numbers
+        steps = _TrainingSteps(
+            source, self.order, slice(0, batch) if share is None else share, transform, tokenizer, seed
+        )
+        self._loader = _data_loader(
+            steps, sampler=self._steps, workers=workers, pin_memory=pin_memory, persistent_workers=workers > 0
         )
 
     @property
     def steps_per_epoch(self) -> int:
-        return len(self.ids) // self.batch
+        return self.order.steps
 
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from step `start` on."""
-        batches = epoch_batches(self.ids, self.batch, seed=self.seed, epoch=epoch)
-        self._steps.batches = (batch[self.share] for batch in islice(batches, start, None))
-        self._steps.epoch = epoch
+        self._steps.steps = [(epoch, step) for step in range(start, self.steps_per_epoch)]
         for batch in self._loader:
             if isinstance(batch, UserError):
                 raise batch
@@ -69,60 +69,139 @@ class TrainingLoader:
 
 
 class _Steps(Sampler):
-    """The batches of the current epoch; set anew for each, so that the workers live on."""
+    """The steps of the current epoch; set anew for each, so that the workers live on."""
 
     def __init__(self) -> None:
-        self.batches: Iterator[np.ndarray] = iter(())
-        self.epoch = 0
+        self.steps: list[tuple[int, int]] = []
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for ids in self.batches:
-            yield [(self.epoch, index) for index in ids.tolist()]
-
-
-class _Augmented(Dataset):
-    def __init__(
-        self, source: Source, transform: Callable[..., Tensor], tokenizer: Callable[..., Tensor], seed: int
-    ) -> None:
-        self.source, self.transform, self.tokenizer, self.seed = source, transform, tokenizer, seed
-
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, Tensor, int] | UserError:
-        epoch, index = key
-        try:
-            image, tokens = training_sample(
-                self.source, index, self.transform, self.tokenizer, seed=self.seed, epoch=epoch
-            )
-        except BrokenSample as error:
-            return UserError(f"{error}; remove it")
-        except UserError as error:
-            return error  # raised in a worker it would come back as a page of traceback
-        return image, tokens, index
-
-
-def _collate(samples: list[tuple[Tensor, Tensor, int] | UserError]) -> Batch | UserError:
-    good = [sample for sample in samples if not isinstance(sample, UserError)]
-    if len(good) < len(samples):
-        return next(sample for sample in samples if isinstance(sample, UserError))
-    images, tokens, ids = zip(*good, strict=True)
-    return Batch(images=torch.stack(images), tokens=torch.stack(tokens), sample_ids=torch.tensor(ids))
-
-
-class _Images(Dataset):
-    def __init__(self, source: Source, ids: np.ndarray, transform: Callable[..., Tensor]) -> None:
-        self.source, self.ids, self.transform = source, ids, transform
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self.steps)
 
     def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.transform(decode_image(self.source, int(self.ids[index])))
+        return len(self.steps)
 
 
-def evaluation_images(
-    source: Source, ids: np.ndarray, transform: Callable[..., Tensor], *, batch: int, workers: int
-) -> Iterator[Tensor]:
-    """The images in order, preprocessed as at inference."""
-    loader = DataLoader(
-        _Images(source, ids, transform), batch_size=batch, num_workers=workers, generator=torch.Generator()
+@dataclass(frozen=True)
+class _TrainingSteps(Dataset):
+    """(epoch, step) -> this process's share of the global batch."""
+
+    source: Source
+    order: Order
+    share: slice
+    transform: Transform
+    tokenizer: Callable[..., Tensor]
+    seed: int
+
+    def __getitem__(self, key: tuple[int, int]) -> Batch | UserError:
+        try:
+            return self._batch(*key)
+        except UserError as error:
+            return error  # raised in a worker it would come back as a page of traceback
+
+    def _batch(self, epoch: int, step: int) -> Batch:
+        ids, copies = self.order.batch_ids(epoch, step)
+        images, tokens, taken = [], [], []
+        broken: Counter[str] = Counter()
+        examples: list[str] = []
+        for slot in range(*self.share.indices(self.order.batch)):
+            for index, copy in self._candidates(epoch, step, slot, int(ids[slot]), int(copies[slot])):
+                seed = sample_seed(self.seed, epoch, index, copy)
+                try:
+                    image, text = training_sample(self.source, index, self.transform, self.tokenizer, seed=seed)
+                except BrokenSample as error:
+                    broken[error.kind] += 1
+                    if len(examples) < EXAMPLES:
+                        examples.append(str(error))
+                    continue
+                images.append(image)
+                tokens.append(text)
+                taken.append(index)
+                break
+            else:
+                raise UserError(
+                    f"no sample is left to stand in for a broken one ({'; '.join(examples)}): "
+                    "remove the broken samples, or give a smaller --batch-size"
+                )
+        return Batch(
+            images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
+            tokens=torch.stack(tokens) if tokens else torch.empty(0, dtype=torch.int64),
+            sample_ids=torch.tensor(taken, dtype=torch.int64),
+            broken=dict(broken),
+            examples=tuple(examples),
+        )
+
+    def _candidates(self, epoch: int, step: int, slot: int, index: int, copy: int) -> Iterator[tuple[int, int]]:
+        if index >= 0:
+            yield index, copy
+        for other in self.order.replacements(epoch, step, slot):
+            yield other, 0
+
+
+@dataclass(frozen=True)
+class EvaluationBatch:
+    """Some held-out samples that are whole, with all their captions."""
+
+    ids: list[int]
+    images: Tensor  # (b, 3, H, W) uint8
+    captions: list[list[str]]
+    broken: list[BrokenSample]
+
+
+@dataclass(frozen=True)
+class _EvaluationBatches(Dataset):
+    source: Source
+    ids: np.ndarray
+    transform: Transform
+    batch: int
+
+    def __len__(self) -> int:
+        return -(-len(self.ids) // self.batch)
+
+    def __getitem__(self, number: int) -> EvaluationBatch | UserError:
+        kept, images, captions, broken = [], [], [], []
+        for index in self.ids[number * self.batch : (number + 1) * self.batch].tolist():
+            try:
+                texts, content = self.source.captions(index), self.source.image_bytes(index)
+                with naming(self.source, index):
+                    images.append(self.transform(content, None))
+            except BrokenSample as error:
+                broken.append(error)
+            except UserError as error:
+                return error
+            else:
+                kept.append(index)
+                captions.append(texts)
+        return EvaluationBatch(kept, torch.stack(images) if images else torch.empty(0), captions, broken)
+
+
+def evaluation_batches(
+    source: Source, ids: np.ndarray, transform: Transform, *, batch: int, workers: int
+) -> Iterator[EvaluationBatch]:
+    """The samples in order, preprocessed as at inference. Broken ones are left out and told."""
+    for found in _data_loader(_EvaluationBatches(source, ids, transform, batch), workers=workers, pin_memory=False):
+        if isinstance(found, UserError):
+            raise found
+        yield found
+
+
+def _data_loader(data: Dataset, *, workers: int, **options: Any) -> DataLoader:
+    """torch's loader with one whole batch as its unit."""
+    return DataLoader(
+        data,
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=PREFETCH if workers else None,
+        collate_fn=_unchanged,
+        worker_init_fn=_one_thread,
+        generator=torch.Generator(),  # else every epoch would draw a seed from the model's random numbers
+        **options,
     )
-    yield from loader
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _one_thread(_: int) -> None:
+    """The processes are the parallelism."""
+    torch.set_num_threads(1)

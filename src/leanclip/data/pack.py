@@ -20,7 +20,8 @@ from typing import IO, Any, Literal
 
 from PIL import Image
 
-from leanclip.data.examine import examine, opened
+from leanclip.data.decode import naming, open_image
+from leanclip.data.examine import decoding, examine
 from leanclip.data.packable import Packable
 from leanclip.data.parallel import Tick, run_tasks
 from leanclip.data.source import BrokenSample
@@ -213,7 +214,9 @@ def _write_shard(source: Packable, out: Path, width: int, config: PackConfig, nu
 def _members(source: Packable, index: int, config: PackConfig) -> list[tuple[str, bytes]]:
     """The files of one sample by ending. The names are numbers: nothing in the data can lead out of an archive."""
     captions = source.captions(index)
-    ending, image = _encode(source.image_bytes(index), source.name(index), config.max_size)
+    content = source.image_bytes(index)
+    with naming(source, index):
+        ending, image = _encode(content, config.max_size)
     members = [(ending, image), ("txt", _utf8(captions[0]))]
     if len(captions) > 1:
         members.append(("json", _utf8(json.dumps({"captions": captions}, ensure_ascii=False))))
@@ -224,12 +227,13 @@ def _utf8(text: str) -> bytes:
     return text.encode("utf-8", errors="replace")  # JSON can hold half a surrogate pair
 
 
-def _encode(content: bytes, name: str, max_size: int | None) -> tuple[str, bytes]:
+def _encode(content: bytes, max_size: int | None) -> tuple[str, bytes]:
     """The image as it is if training reads its format and it is not too large, else made so."""
-    facts = examine(content, name)
+    facts = examine(content)
     if facts.format in ENDINGS and (max_size is None or min(facts.width, facts.height) <= max_size):
         return ENDINGS[facts.format], content
-    with opened(content, name) as image:
+    image = open_image(content)
+    with decoding():
         if max_size is not None and min(image.size) > max_size:
             scale = max_size / min(image.size)
             target = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))

@@ -25,19 +25,22 @@ def file_identity(path: Path) -> str:
 def read_image(folder: Path, path: str, name: str) -> bytes:
     """The bytes of an image file; a relative path counts from `folder`."""
     if not path.strip():
-        raise BrokenSample("file", f"{name} names no image")
+        raise BrokenSample("no image", f"{name} names no image")
     try:
-        return (folder / path).read_bytes()
+        content = (folder / path).read_bytes()
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise BrokenSample("file", f"{name}: cannot read {folder / path} ({reason})") from error
+        raise BrokenSample("no image", f"{name}: cannot read {folder / path} ({reason})") from error
+    if not content:
+        raise BrokenSample("empty", f"{name}: {folder / path} has no bytes")
+    return content
 
 
 def whole_captions(captions: Iterable[str], name: str) -> list[str]:
     """The captions without blanks around them and without empty ones; at least one."""
     given = [caption.strip() for caption in captions]
     if not given:
-        raise BrokenSample("caption", f"{name} has no caption")
+        raise BrokenSample("no caption", f"{name} has no caption")
     if not any(given):
         raise BrokenSample("empty", f"the caption of {name} is empty")
     return [caption for caption in given if caption]
@@ -46,4 +49,4 @@ def whole_captions(captions: Iterable[str], name: str) -> list[str]:
 def refuse_outside(path: str, name: str) -> None:
     """Lists come with downloaded data: they may name files of their folder and no others."""
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-        raise BrokenSample("path", f"{name}: a list may only name files below its folder")
+        raise BrokenSample("escaping path", f"{name}: a list may only name files below its folder")

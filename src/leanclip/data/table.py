@@ -2,6 +2,7 @@
 
 import csv
 import os
+import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 
 from leanclip.data.packable import Packable, file_identity, read_image, whole_captions
 from leanclip.data.progress import progress_bar
+from leanclip.data.shards import Manifest
 from leanclip.data.source import BrokenSample
 from leanclip.errors import UserError
 
@@ -31,8 +33,9 @@ class Table(Packable):
         image_key: str = "filepath",
         caption_key: str = "title",
         separator: str | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
-        """Without a separator, the one that gives the header both columns."""
+        """Without a separator, the one that gives the header both columns. A run's manifest must still hold."""
         self.path = Path(path)
         if not self.path.is_file():
             raise UserError(f"no such file: {self.path}; give a CSV or TSV file with a header line")
@@ -41,9 +44,11 @@ class Table(Packable):
         self._image, self._caption = columns.index(image_key), columns.index(caption_key)
         size = self.path.stat().st_size
         with progress_bar(f"reading {self.path.name}", size, shown=size >= LONG_BYTES, unit="bytes") as progress:
-            self._starts = _scan(self.path, start, self.separator, progress)
+            self._starts, self._stamp = _scan(self.path, start, self.separator, progress)
         if len(self) == 0:
             raise UserError(f"{self.path} has a header and no rows; give one row for each image")
+        if manifest is not None and manifest != self.manifest():
+            raise UserError(f"{self.path} is not the file the run began with: restore it, or start a new run")
         self._file: int | None = None
 
     def __len__(self) -> int:
@@ -61,8 +66,9 @@ class Table(Packable):
     def name(self, index: int) -> str:
         return f"row {index + 1} of {self.path}"
 
-    def manifest(self) -> list[dict[str, str | int]]:
-        return [{"path": str(self.path), "samples": len(self), "bytes": int(self._starts[-1])}]
+    def manifest(self) -> Manifest:
+        size = int(self._starts[-1])
+        return [{"name": self.path.name, "size": size, "count": len(self), "base": 0, "stamp": self._stamp}]
 
     def identity(self) -> str:
         return f"{file_identity(self.path)} {self._image} {self._caption} {self.separator!r}"
@@ -115,18 +121,20 @@ def _read_header(path: Path, image_key: str, caption_key: str, separator: str | 
     )
 
 
-def _scan(path: Path, start: int, separator: str, progress: Callable[[int], None]) -> np.ndarray:
-    """Where each row starts, then where the last one ends. Quoted fields may hold line breaks."""
+def _scan(path: Path, start: int, separator: str, progress: Callable[[int], None]) -> tuple[np.ndarray, int]:
+    """Where each row starts, then where the last one ends; and a checksum. Quoted fields may hold line breaks."""
     starts = array("q")
     position = begin = reported = start
+    checksum = 0
 
     def lines() -> Iterator[str]:
         """Bytes as characters: what splits rows is ASCII, and a row that is not UTF-8 costs only itself."""
-        nonlocal position, reported
+        nonlocal position, reported, checksum
         with path.open("rb") as file:
             file.seek(start)
             for line in file:
                 position += len(line)
+                checksum = zlib.crc32(line, checksum)
                 if position - reported >= REPORT_EVERY:
                     progress(position - reported)
                     reported = position
@@ -145,7 +153,7 @@ def _scan(path: Path, start: int, separator: str, progress: Callable[[int], None
             " starts with one"
         ) from error
     starts.append(position)
-    return np.frombuffer(starts, dtype=np.int64)
+    return np.frombuffer(starts, dtype=np.int64), checksum
 
 
 def _plain(text: str) -> str:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from leanclip.data import Subset, evaluation_images
+from leanclip.data import Subset, evaluation_batches, evaluation_transform
+from leanclip.errors import UserError
 from leanclip.models import TwoTower
 
 
@@ -15,6 +16,8 @@ class Embedded(NamedTuple):
     texts: Tensor  # (M, D)
     image_of_text: Tensor  # (M,)
     captions: list[str]
+    ids: list[int]  # of the images
+    broken: int  # samples that could not be used
 
 
 @torch.no_grad()
@@ -30,23 +33,27 @@ def embed(
     """Embed every image and every caption, as at inference. The model's mode is left as it was."""
     was_training = model.training
     model.eval()
-    dtype = next(model.parameters()).dtype
-    captions = [data.source.captions(int(index)) for index in data.ids]
-    flat = [caption for group in captions for caption in group]
-    owner = torch.tensor([number for number, group in enumerate(captions) for _ in group], device=device)
+    images, texts, ids, captions, owner, broken = [], [], [], [], [], []
+    transform = evaluation_transform(model.preprocess)
+    dtype = _wide(next(model.parameters()).dtype)
     with autocast:
-        images = [
-            model.encode_image(pixels.to(device, dtype)).to(_wide(dtype))
-            for pixels in evaluation_images(
-                data.source, data.ids, model.transform(train=False), batch=batch, workers=workers
-            )
-        ]
-        texts = [
-            model.encode_text(model.tokenizer(flat[start : start + batch]).to(device)).to(_wide(dtype))
-            for start in range(0, len(flat), batch)
-        ]
+        for found in evaluation_batches(data.source, data.ids, transform, batch=batch, workers=workers):
+            broken += found.broken
+            if not found.ids:
+                continue
+            images.append(model.encode_image(found.images.to(device)).to(dtype))
+            owner += [len(ids) + number for number, group in enumerate(found.captions) for _ in group]
+            captions += [caption for group in found.captions for caption in group]
+            ids += found.ids
+        if not ids:
+            raise UserError(f"none of the held-out samples can be used: {broken[0]}")
+        for start in range(0, len(captions), batch):
+            tokens = model.tokenizer(captions[start : start + batch]).to(device)
+            texts.append(model.encode_text(tokens).to(dtype))
     model.train(was_training)
-    return Embedded(torch.cat(images), torch.cat(texts), owner, flat)
+    return Embedded(
+        torch.cat(images), torch.cat(texts), torch.tensor(owner, device=device), captions, ids, len(broken)
+    )
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -33,12 +33,18 @@ class TwoTower(nn.Module):
     filled in by `weights` on saving.
     """
 
+    image_mean: Tensor
+    image_std: Tensor
+
     def __init__(self, clip: Any, name: str, config: dict[str, Any], tokenizer: Callable[..., Tensor]) -> None:
         super().__init__()
         self.clip: Any = clip  # open_clip's classes share an interface but no base class
         self.name, self.config, self.tokenizer = name, config, tokenizer
         self.image_locked = False
         self.preprocess = PreprocessCfg(**clip.visual.preprocess_cfg)
+        for name in ("mean", "std"):
+            values = torch.tensor(getattr(self.preprocess, name)).view(-1, 1, 1)
+            self.register_buffer(f"image_{name}", values, persistent=False)
         for parameter in (clip.logit_scale, clip.logit_bias):
             if parameter is not None:
                 parameter.requires_grad_(False)
@@ -53,13 +59,23 @@ class TwoTower(nn.Module):
         return self.encode_image(images), self.encode_text(tokens)
 
     def encode_image(self, images: Tensor) -> Tensor:
-        return self.clip.encode_image(images, normalize=True)
+        """Unit vectors of images: uint8 pixels, or what `transform` made of them."""
+        return self.clip.encode_image(self.normalised(images), normalize=True)
 
     def encode_text(self, tokens: Tensor) -> Tensor:
         return self.clip.encode_text(tokens, normalize=True)
 
+    def normalised(self, images: Tensor) -> Tensor:
+        """uint8 pixels as the image tower wants them, in its precision; other images are what it wants already."""
+        if images.dtype != torch.uint8:
+            return images
+        dtype = next(self.clip.visual.parameters()).dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        mean, std = self.image_mean.to(wide), self.image_std.to(wide)
+        return images.to(wide).div(255).sub(mean).div(std).to(dtype)
+
     def transform(self, *, train: bool, scale: tuple[float, float] | None = None) -> Callable[..., Tensor]:
-        """open_clip's image transform: random crops for training, a centre crop for evaluation."""
+        """open_clip's own image transform, from a PIL image to a normalised tensor: for inference and comparison."""
         augmentation = {"scale": scale} if scale and train else None
         made: Any = image_transform_v2(self.preprocess, is_train=train, aug_cfg=augmentation)
         return made

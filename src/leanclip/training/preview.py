@@ -3,7 +3,6 @@
 import textwrap
 from pathlib import Path
 
-import torch
 from PIL import Image, ImageDraw
 from rich.console import Console
 from rich.table import Table
@@ -61,15 +60,11 @@ def picture(job: Job, batch: Batch) -> Image.Image:
     draw = ImageDraw.Draw(sheet)
     for number in range(count):
         x, y = number % columns * (CELL + 8) + 4, number // columns * (CELL + 40) + 4
-        sheet.paste(_pixels(job, batch.images[number]), (x, y))
+        sheet.paste(_pixels(batch.images[number]), (x, y))
         lines = textwrap.wrap(job.model.decode(batch.tokens[number]), CAPTION_WIDTH)[:CAPTION_LINES]
         draw.multiline_text((x, y + CELL + 2), "\n".join(lines), fill="black", spacing=1)
     return sheet
 
 
-def _pixels(job: Job, image: Tensor) -> Image.Image:
-    mean, std = (
-        torch.tensor(values)[:, None, None] for values in (job.model.preprocess.mean, job.model.preprocess.std)
-    )
-    pixels = (image.cpu() * std + mean).clamp(0, 1).mul(255).byte().permute(1, 2, 0).numpy()
-    return Image.fromarray(pixels).resize((CELL, CELL), Image.Resampling.NEAREST)
+def _pixels(image: Tensor) -> Image.Image:
+    return Image.fromarray(image.permute(1, 2, 0).numpy()).resize((CELL, CELL), Image.Resampling.NEAREST)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from leanclip.data import Datasets, TrainingLoader, open_datasets
+from leanclip.data import Datasets, TrainingLoader, open_datasets, training_transform
 from leanclip.errors import UserError
 from leanclip.evaluation import RECALLS
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
@@ -97,11 +97,12 @@ def set_up(config: TrainConfig) -> Job:
         data.train.source,
         data.train.ids,
         batch=batch,
-        transform=model.transform(train=True, scale=config.model.aug_scale),
+        transform=training_transform(model.preprocess, scale=config.model.aug_scale),
         tokenizer=model.tokenizer,
         seed=run.seed,
         workers=config.data.workers,
         pin_memory=device.type == "cuda",
+        shuffle=config.data.shuffle,
     )
     position = Position(step=0, epoch=0, epoch_step=0, samples=0, global_batch=batch, seconds=0.0, best=None)
     if resume_from is not None:

@@ -1,0 +1,221 @@
+"""One walk over the headers of a tar shard: where the files of each sample lie. Payloads are skipped, not read."""
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+BLOCK = 512
+NEAR, FAR = 1 << 20, 1 << 13  # bytes read ahead where headers stand close together, and where they do not
+FAR_APART = 1 << 15
+LONGEST_NAME = 1 << 16
+ADLER = 65521
+
+IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp")
+TEXT_ENDINGS = ("txt", "json")
+_ENDINGS = {ending.encode(): number for number, ending in enumerate(IMAGE_ENDINGS + TEXT_ENDINGS)}
+_TXT, _JSON = len(IMAGE_ENDINGS), len(IMAGE_ENDINGS) + 1
+# Columns of the table, in pairs: the block where the file begins (0: there is none) and its bytes.
+IMAGE, TXT, JSON, COLUMNS = 0, 2, 4, 6
+
+
+class Scan(NamedTuple):
+    """What one shard holds."""
+
+    table: np.ndarray  # (samples, COLUMNS) uint32
+    broken: Counter[str]  # samples that cannot be used, by kind
+    stamp: int  # of all headers: names, sizes and times
+
+
+class _Damaged(Exception):  # noqa: N818 - carries no message
+    """A block that should be a header and is none."""
+
+
+class _Window:
+    """Reads of a file through a buffer that grows where headers stand close together."""
+
+    def __init__(self, read: Callable[[int, int], bytes], size: int, *, ahead: int | None) -> None:
+        self.read, self.size, self.ahead = read, size, ahead
+        self.start, self.buffer = 0, b""
+
+    def get(self, at: int, length: int) -> bytes:
+        offset = at - self.start
+        if offset < 0 or offset + length > len(self.buffer):
+            near = at - self.start - len(self.buffer) < FAR_APART
+            ahead = self.ahead or (NEAR if near else FAR)
+            self.start, self.buffer, offset = at, self.read(at, max(length, ahead)), 0
+        return self.buffer[offset : offset + length]
+
+
+def compression_of(start: bytes) -> str | None:
+    """The command that unpacks a compressed file, by its first bytes."""
+    magic = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ\x00": "unxz", b"\x28\xb5\x2f\xfd": "unzstd --rm"}
+    return next((command for first, command in magic.items() if start.startswith(first)), None)
+
+
+def scan(read: Callable[[int, int], bytes], size: int, *, ahead: int | None = None) -> Scan:
+    """Index the samples of a tar given by `read(offset, length)`; `ahead` fixes how much is read at once."""
+    samples: dict[bytes, list[int]] = {}
+    broken: Counter[str] = Counter()
+    repeated: set[bytes] = set()
+    escaping: set[bytes] = set()
+    walk = _Walk(_Window(read, size, ahead=ahead), size, broken)
+    last_key, last = b"", [0]
+    for name, at, length in walk:
+        directory, slash, base = name.rpartition(b"/")
+        key, _, ending = base.partition(b".")
+        number = _ENDINGS.get(ending.lower())
+        if number is None:
+            continue
+        key = directory + slash + key
+        if name[:1] == b"/" or b".." in directory.split(b"/"):
+            escaping.add(key)
+            continue
+        if key != last_key:
+            last_key = key
+            last = samples.get(key) or samples.setdefault(key, [0] * (1 + 2 * len(_ENDINGS)))
+        if last[0] >> number & 1:
+            repeated.add(key)
+            continue
+        last[0] |= 1 << number
+        last[1 + 2 * number], last[2 + 2 * number] = at // BLOCK, length
+    rows = []
+    for found in samples.values():
+        image = next((i for i in range(_TXT) if found[0] >> i & 1), None)
+        if image is None:
+            broken["no image"] += 1
+        elif not found[0] >> _TXT:
+            broken["no caption"] += 1
+        elif max(found) >= 1 << 32:
+            broken["huge"] += 1
+        else:
+            rows.append(found[1 + 2 * image : 3 + 2 * image] + found[1 + 2 * _TXT :])
+    broken["duplicate key"] += len(repeated)
+    broken["escaping path"] += len(escaping)
+    table = np.array(rows, np.uint32).reshape(-1, COLUMNS)
+    return Scan(table, +broken, walk.stamp)
+
+
+def name_before(read: Callable[[int, int], bytes], block: int) -> str:
+    """The key of the sample whose file begins at a block, from the header before it."""
+    name = _name(read((block - 1) * BLOCK, BLOCK))
+    directory, slash, base = name.rpartition(b"/")
+    return (directory + slash + base.partition(b".")[0]).decode("utf-8", "replace")
+
+
+class _Walk:
+    """(name, offset, length) of every regular file. After damage it goes on at the next header it finds."""
+
+    def __init__(self, window: _Window, size: int, broken: Counter[str]) -> None:
+        self.window, self.size, self.broken = window, size, broken
+        self.stamp = 0
+
+    def __iter__(self) -> Iterator[tuple[bytes, int, int]]:
+        position, name, length = 0, None, None  # the latter two from a header that speaks of the next one
+        get, size = self.window.get, self.size
+        while position < size:
+            header = get(position, BLOCK)
+            if len(header) < BLOCK:
+                self.broken["truncated"] += 1
+                return
+            if not header[0] and not any(header):
+                position = self._after_zeros(position)
+                if position is None:
+                    return
+                continue
+            try:
+                declared = _check(header)
+            except _Damaged:
+                self.broken["header"] += 1
+                position, name, length = self._next_header(position + BLOCK), None, None
+                continue
+            self.stamp = zlib.crc32(header, self.stamp)
+            kind, data = header[156:157], position + BLOCK
+            if kind in b"\x0007":
+                actual = declared if length is None else length
+                if data + actual > size:
+                    self.broken["truncated"] += 1
+                    return
+                yield name or _name(header), data, actual
+                position, name, length = data + -(-actual // BLOCK) * BLOCK, None, None
+            elif kind in b"123456":  # links, devices and directories have no data
+                position, name, length = data, None, None
+            else:
+                if data + declared > size:
+                    self.broken["truncated"] += 1
+                    return
+                if kind in b"xL" and declared <= LONGEST_NAME:
+                    body = get(data, declared)
+                    if kind == b"L":
+                        name = body.rstrip(b"\0")
+                    else:
+                        fields = _pax(body)
+                        name = fields.get(b"path", name)
+                        length = _number(fields.get(b"size", b""), length)
+                position = data + -(-declared // BLOCK) * BLOCK
+        self.broken["truncated"] += 1  # there was no end marker: the file was cut between two members
+
+    def _after_zeros(self, position: int) -> int | None:
+        """Where the zeros of an end marker stop, if anything stands behind them."""
+        for start, blocks in self._blocks(position):
+            filled = blocks.any(axis=1)
+            if filled.any():
+                return start + int(filled.argmax()) * BLOCK
+        return None
+
+    def _next_header(self, position: int) -> int:
+        for start, blocks in self._blocks(position):
+            for number in np.flatnonzero((blocks[:, 257:262] == np.frombuffer(b"ustar", np.uint8)).all(axis=1)):
+                try:
+                    _check(blocks[number].tobytes())
+                except _Damaged:
+                    continue
+                return start + int(number) * BLOCK
+        return self.size
+
+    def _blocks(self, position: int) -> Iterator[tuple[int, np.ndarray]]:
+        for start in range(position, self.size, NEAR):
+            piece = self.window.read(start, NEAR)
+            yield start, np.frombuffer(piece[: len(piece) // BLOCK * BLOCK], np.uint8).reshape(-1, BLOCK)
+
+
+def _check(header: bytes) -> int:
+    """The size in a header whose checksum holds."""
+    try:
+        stored = int(header[148:156].rstrip(b" \0"), 8)
+        size = header[124:136]
+        length = int.from_bytes(size[1:], "big") if size[0] == 0x80 else int(size.rstrip(b" \0") or b"0", 8)
+    except ValueError:
+        raise _Damaged from None
+    # The low half of Adler-32 is 1 plus the sum of the bytes, modulo 65521, at the speed of C.
+    total = (zlib.adler32(header) & 0xFFFF) - 1 - sum(header[148:156]) + 8 * ord(" ")
+    if (total - stored) % ADLER or length < 0:
+        raise _Damaged
+    return length
+
+
+def _name(header: bytes) -> bytes:
+    name = header[:100].partition(b"\0")[0]
+    if header[257:263] == b"ustar\0" and header[345]:
+        return header[345:500].partition(b"\0")[0] + b"/" + name
+    return name
+
+
+def _pax(body: bytes) -> dict[bytes, bytes]:
+    """Records of the form `LENGTH KEY=VALUE\\n`; what does not parse ends the list."""
+    fields: dict[bytes, bytes] = {}
+    while body:
+        digits, _, _ = body.partition(b" ")
+        length = _number(digits, 0)
+        key, equals, value = body[len(digits) + 1 : length].partition(b"=")
+        if not equals:
+            break
+        fields[key] = value.rstrip(b"\n")
+        body = body[length:]
+    return fields
+
+
+def _number(digits: bytes, otherwise: int | None) -> int | None:
+    return int(digits) if digits.isdigit() and len(digits) < 20 else otherwise
