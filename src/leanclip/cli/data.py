@@ -222,7 +222,10 @@ def _check(command: CheckCommand) -> None:
         )
     found = {"data": command.data, "model": command.model, "threshold": command.threshold, **found}
     if command.json is not None:
-        Path(command.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        try:
+            Path(command.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {command.json} ({error.strerror})") from error
     _show_check(found)
     if found["broken_share"] > command.threshold:
         print(f"leanclip: {found['broken_share']:.1%} of the samples are broken, more than --threshold "
