@@ -11,11 +11,11 @@ from rich.table import Table
 
 from leanclip.cli.parse import Positional, parse
 from leanclip.config import load_toml, override
-from leanclip.data import open_validation
+from leanclip.data import Manifest, load_manifest, open_validation
 from leanclip.errors import UserError
 from leanclip.evaluation import embed, retrieval_metrics
 from leanclip.inference import find_model, load_model
-from leanclip.training import TrainConfig, device_of
+from leanclip.training import RunDirectory, TrainConfig, device_of
 
 DESCRIPTION = """Image-to-text and text-to-image recall at 1, 5 and 10 on held-out data.
 
@@ -39,11 +39,11 @@ class EvaluateCommand:
 def run(arguments: list[str]) -> None:
     command = parse(EvaluateCommand, arguments, command="evaluate", description=DESCRIPTION)
     directory = find_model(Path(command.checkpoint))
-    config = _data_config(directory, command.val_data)
+    config, manifest = _data_of(directory, command.val_data)
     data = config.data
     if command.val_data is not None:
         data = replace(data, val_data=command.val_data, val_split=0.0)
-    subset, note = open_validation(data, seed=config.run.seed)
+    subset, note = open_validation(data, seed=config.run.seed, manifest=manifest)
     if subset is None:
         raise UserError("the run has no validation data; give --val-data")
     device = device_of(command.device)
@@ -67,11 +67,12 @@ def run(arguments: list[str]) -> None:
         Path(command.json).write_text(json.dumps(metrics, indent=1))
 
 
-def _data_config(directory: Path, val_data: str | None) -> TrainConfig:
-    """The configuration of the run that the checkpoint belongs to."""
+def _data_of(directory: Path, val_data: str | None) -> tuple[TrainConfig, Manifest | None]:
+    """The configuration of the run that the checkpoint belongs to, and which ids its samples have."""
     for parent in directory.resolve().parents:
         if (parent / "config.toml").is_file():
-            return override(TrainConfig(), load_toml(parent / "config.toml"), str(parent / "config.toml"))
+            config = override(TrainConfig(), load_toml(parent / "config.toml"), str(parent / "config.toml"))
+            return config, load_manifest(RunDirectory(parent).manifest)
     if val_data is None:
         raise UserError(f"{directory} belongs to no run; give --val-data")
-    return TrainConfig()
+    return TrainConfig(), None

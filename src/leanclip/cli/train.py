@@ -1,5 +1,6 @@
 """leanclip train: from the command line to the training loop."""
 
+import json
 import os
 import sys
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from leanclip.losses import LossConfig
 from leanclip.recipes import load_recipe
 from leanclip.training import RunDirectory, TrainConfig, describe, set_up, train
 from leanclip.training.preview import preview
+from leanclip.training.run_directory import write_atomically
 
 DESCRIPTION = """Train a CLIP model.
 
@@ -61,7 +63,12 @@ def run(arguments: list[str]) -> None:
     directory.prepare(overwrite=job.config.run.overwrite, resuming=job.resume_from is not None)
     if job.resume_from is None or not directory.config.exists():
         save_toml(repeatable(job.config), directory.config)
+    if (manifest := job.data.train.source.manifest()) is not None:
+        write_atomically(directory.manifest, json.dumps(manifest, indent=1))
     directory.describe(**describe(job, __version__))
+    if left_out := job.data.train.source.broken:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in left_out.items())
+        console.print(f"left out of the training data: {kinds}")
     if job.data.note:
         console.print(job.data.note)
     last = train(job, directory, console)

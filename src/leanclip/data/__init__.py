@@ -6,7 +6,7 @@ from leanclip.data.config import DataConfig
 from leanclip.data.datasets import Datasets, Subset, TrainingSet, open_datasets, open_source, open_validation
 from leanclip.data.decode import evaluation_transform, training_transform
 from leanclip.data.loader import TrainingLoader, evaluation_batches
-from leanclip.data.shards import Manifest, Shards
+from leanclip.data.shards import Manifest, Shards, load_manifest
 from leanclip.data.source import BrokenSample, Source
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "TrainingSet",
     "evaluation_batches",
     "evaluation_transform",
+    "load_manifest",
     "open_datasets",
     "open_source",
     "open_validation",

@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from leanclip.data.files import FileStat, OpenFiles, expand, stat_all
@@ -14,6 +15,19 @@ from leanclip.data.tar import BLOCK, IMAGE, IMAGE_ENDINGS, JSON, TXT, name_befor
 from leanclip.errors import UserError
 
 Manifest = list[dict[str, str | int]]
+
+
+def load_manifest(path: Path) -> Manifest | None:
+    """The manifest of a run, if it has one."""
+    if not path.is_file():
+        return None
+    try:
+        return [
+            {"name": str(entry["name"])} | {key: int(entry[key]) for key in ("size", "count", "base", "stamp")}
+            for entry in json.loads(path.read_text())
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no manifest of a run; restore it, or start a new run") from error
 
 
 class _Found(NamedTuple):

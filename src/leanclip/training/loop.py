@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from leanclip.data import Batch
+from leanclip.data import Batch, BrokenCount
 from leanclip.evaluation import embed, retrieval_metrics, retrieval_panel
 from leanclip.optim import learning_rate, set_learning_rate
 from leanclip.training.checkpoint import Position, save_best, save_checkpoint
@@ -69,6 +69,7 @@ class _Trainer:
         self.step, self.samples, self.best = position.step, position.samples, position.best
         self.epoch, self.epoch_step = position.epoch, position.epoch_step
         self.skipped = 0
+        self.broken = BrokenCount(job.config.data.max_broken)
         self.clock = _Clock(time.perf_counter(), before=position.seconds)
         self.health = HealthCheck(job.config, batch=job.loader.batch)
 
@@ -105,6 +106,7 @@ class _Trainer:
             self.clock.waited += time.perf_counter() - began
             if batch is None:
                 return
+            self.broken.add(len(batch), batch.broken, batch.examples)
             yield batch.to(self.job.device, self.job.dtype)
 
     def take_step(self, batch: Batch) -> StepResult:
@@ -139,7 +141,7 @@ class _Trainer:
         seconds = self.clock.total()
         self.log.train(
             step=self.step, epoch=self.epochs_done, samples=self.samples, seconds=round(seconds, 3), lr=self.lr,
-            samples_per_second=rate, data_wait=wait, skipped_steps=self.skipped, **metrics,
+            samples_per_second=rate, data_wait=wait, skipped_steps=self.skipped, **self.broken.metrics(), **metrics,
         )  # fmt: skip
         left = (self.job.steps - self.step) * self.job.loader.batch / max(rate, 1e-9)
         line = f"loss {metrics['loss']:.4f}  tau {metrics['tau']:.4f}  {rate:,.0f} samples/s  data wait {wait:.0%}"
@@ -192,6 +194,7 @@ def describe(job: Job, version: str) -> dict[str, object]:
         "loss": config.run.loss,
         "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
         "train_samples": len(job.data.train),
+        "left_out": dict(job.data.train.source.broken),
         "global_batch": config.data.global_batch_size,
         "steps": job.steps,
         "epochs": config.run.epochs,

@@ -3,6 +3,7 @@
 config.toml     the resolved configuration: `leanclip train --config` repeats the run
 run.json        what is being trained, on what, and whether it is finished
 metrics.jsonl   one object per logged step and per evaluation
+manifest.json   the shards and the ids of their samples, which a resumed run keeps
 panel.json      held-out images with the captions the model finds
 checkpoints/    step_00000100/ ..., best/, last -> the newest
 """
@@ -31,6 +32,10 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
 
     @property
     def panel(self) -> Path:

@@ -8,16 +8,18 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from leanclip.data import Datasets, TrainingLoader, open_datasets, training_transform
+from leanclip.data import Datasets, Manifest, TrainingLoader, load_manifest, open_datasets, training_transform
 from leanclip.errors import UserError
 from leanclip.evaluation import RECALLS
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
+from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower, create_model, model_config_of
 from leanclip.optim import create_optimizer, weight_decay_groups
 from leanclip.training.checkpoint import Position, find_checkpoint, load_checkpoint
 from leanclip.training.config import TrainConfig
 from leanclip.training.defaults import fill, total_steps
+from leanclip.training.run_directory import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Datasets]:
         raise UserError(f"unknown --best-metric {config.run.best_metric!r}; choose from {', '.join(RECALLS)}")
     if config.model.model is not None:
         model_config_of(config.model.model)
-    data = open_datasets(config.data, seed=config.run.seed)
+    data = open_datasets(config.data, seed=config.run.seed, manifest=_known_manifest(config))
     return fill(config, samples=len(data.train)), data
 
 
@@ -81,9 +83,13 @@ def set_up(config: TrainConfig) -> Job:
     start = config.model if resume_from is None else replace(config.model, pretrained=str(resume_from))
     model = create_model(start, siglip=run.loss == "siglip")
     config = replace(config, loss=_starting_temperature(config, model))
+    manifest = _known_manifest(config)
     try:
         loss = loss_from_config(
-            run.loss, config.loss, num_samples=len(data.train.source), implementation=run.implementation
+            run.loss,
+            config.loss,
+            num_samples=sum(int(entry["count"]) for entry in manifest) if manifest else len(data.train.source),
+            implementation=run.implementation,
         )
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -109,6 +115,8 @@ def set_up(config: TrainConfig) -> Job:
         position = load_checkpoint(resume_from, loss, optimizer, device)
         if position.global_batch != batch:
             raise UserError(f"the run has a global batch of {position.global_batch}, not {batch}; resume with that")
+        if manifest is not None and isinstance(loss, GlobalContrastiveLoss):
+            loss.resize(len(data.train.source))  # for shards that were added since
     return Job(
         config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, loader=loader,
         steps=total_steps(config, samples=len(data.train), batch=batch), position=position, resume_from=resume_from,
@@ -128,6 +136,14 @@ def device_of(name: str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {name}: PyTorch sees no GPU here; give cpu, or leave it out")
     return device
+
+
+def _known_manifest(config: TrainConfig) -> Manifest | None:
+    """The ids that a resumed run began with."""
+    if config.run.resume is None or (config.run.resume == "latest" and config.run.name is None):
+        return None
+    checkpoint = find_checkpoint(config.run.resume, Path(config.run.logs) / str(config.run.name))
+    return load_manifest(RunDirectory(checkpoint.parents[1]).manifest)
 
 
 def _starting_temperature(config: TrainConfig, model: TwoTower) -> LossConfig:
