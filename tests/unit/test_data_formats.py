@@ -56,6 +56,30 @@ def test_every_form_packs_to_the_same_pictures_and_trains(form, tmp_path):
     assert train(tmp_path / "logs", shards)["train_samples"] == COUNT
 
 
+def test_a_run_on_a_table_goes_on_with_more_rows_and_not_with_others(tmp_path, capsys):
+    data = make_csv(tmp_path / "data", COUNT)
+    whole = data.read_bytes()
+    train(tmp_path, data)
+    resumed = ("train", "--config", tmp_path / "run" / "config.toml", "--name", "run", "--logs", tmp_path)
+    resumed += ("--resume", "latest")
+    data.write_bytes(whole.replace(b"images/000", b"images/001"))
+    assert command(*resumed, "--max-steps", "4") == 2
+    assert "is not what the run was trained on" in capsys.readouterr().err
+    data.write_bytes(whole[: whole.rstrip().rfind(b"\n") + 1])
+    assert command(*resumed, "--max-steps", "4") == 2
+    data.write_bytes(whole + b"images/000.jpg,one more\n")
+    assert command(*resumed, "--max-steps", "4") == 0
+    assert json.loads((tmp_path / "run" / "manifest.json").read_text())[0]["count"] == COUNT + 1
+
+
+def test_mixing_tables_is_refused_with_the_command_that_helps(tmp_path):
+    for data in ("a.csv::b.tar", "b.tar::synthetic:5"):
+        with pytest.raises(UserError, match="leanclip data pack"):
+            open_source(data, DataConfig())
+    with pytest.raises(UserError, match="only shards can be mixed and weighted"):
+        open_source("synthetic:5", DataConfig(), factors=[2.0])
+
+
 def test_synthetic_data_train(tmp_path):
     assert train(tmp_path, "synthetic:1000")["train_samples"] == 1000
 
@@ -126,6 +150,14 @@ def test_bad_tables_are_named(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         Table(path)
+
+
+def test_a_table_that_changes_under_the_run_is_noticed(tmp_path):
+    table = Table(make_csv(tmp_path, 3))
+    table.path.write_text("filepath,title\nimages/000.jpg,another\n")
+    with pytest.raises(BrokenSample, match="has changed since") as broken:
+        table.captions(0)
+    assert broken.value.kind == "vanished"
 
 
 def test_columns_and_separator_are_chosen_by_flags(tmp_path):

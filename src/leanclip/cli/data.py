@@ -52,6 +52,8 @@ Example: leanclip data check 'shards/{00000..00331}.tar' --json check.json
          leanclip data check pairs.csv --csv-caption-key text --sample 10000
 """
 
+FEW_SAMPLES = 5000  # done before worker processes have started
+
 Format = Literal["auto", "csv", "parquet", "folder", "coco", "synthetic"]
 
 
@@ -130,8 +132,9 @@ def _pack(command: PackCommand) -> None:
     except ValueError as error:
         raise UserError(str(error)) from error
     source = open_packable(command)
+    workers = _workers(command.workers, len(source))
     with progress_bar("packing", len(source)) as progress:
-        summary = pack(source, Path(command.out), config, workers=_workers(command.workers), progress=progress)
+        summary = pack(source, Path(command.out), config, workers=workers, progress=progress)
     _show_pack(command, source, summary)
     if summary.broken_share > command.max_broken or not summary.samples:
         print(f"leanclip: {summary.broken_share:.1%} of the samples were left out, more than --max-broken "
@@ -211,13 +214,15 @@ def _check(command: CheckCommand) -> None:
     )
     count_tokens = TokenCounter(command.model)
     source = open_source(command.data, config)
-    with progress_bar("checking", min(len(source), command.sample or len(source))) as progress:
+    size = min(len(source), command.sample or len(source))
+    workers = _workers(command.workers, size)
+    with progress_bar("checking", size) as progress:
         found = check(
             source,
             count_tokens=count_tokens,
             context_length=count_tokens.context_length,
             sample=command.sample,
-            workers=_workers(command.workers),
+            workers=workers,
             progress=progress,
         )
     found = {"data": command.data, "model": command.model, "threshold": command.threshold, **found}
@@ -276,7 +281,9 @@ def _show(title: str, rows: dict[str, str]) -> None:
     console.print(table)
 
 
-def _workers(given: int | None) -> int:
+def _workers(given: int | None, samples: int) -> int:
     if given is not None and given < 0:
         raise UserError(f"--workers is {given}; it must be 0 or more")
-    return min(16, os.cpu_count() or 1) if given is None else given
+    if given is not None:
+        return given
+    return 1 if samples < FEW_SAMPLES else min(16, os.cpu_count() or 1)

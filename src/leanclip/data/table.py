@@ -1,15 +1,14 @@
 """A CSV or TSV file of image paths and captions as training data. The id of a sample is the number of its row."""
 
 import csv
-import os
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from leanclip.data.files import OpenFiles, stat_all
 from leanclip.data.packable import Packable, file_identity, read_image, whole_captions
 from leanclip.data.progress import progress_bar
 from leanclip.data.shards import Manifest
@@ -39,23 +38,24 @@ class Table(Packable):
         self.path = Path(path)
         if not self.path.is_file():
             raise UserError(f"no such file: {self.path}; give a CSV or TSV file with a header line")
+        self._stat = stat_all([str(path)], str(path))[0]
+        self._open = OpenFiles()
         columns, self.separator, start = _read_header(self.path, image_key, caption_key, separator)
         self._columns = len(columns)
         self._image, self._caption = columns.index(image_key), columns.index(caption_key)
-        size = self.path.stat().st_size
+        size = self._stat.size
         with progress_bar(f"reading {self.path.name}", size, shown=size >= LONG_BYTES, unit="bytes") as progress:
             self._starts, self._stamp = _scan(self.path, start, self.separator, progress)
         if len(self) == 0:
             raise UserError(f"{self.path} has a header and no rows; give one row for each image")
-        if manifest is not None and manifest != self.manifest():
-            raise UserError(f"{self.path} is not the file the run began with: restore it, or start a new run")
-        self._file: int | None = None
+        if manifest is not None and not self._continues(manifest, start):
+            raise UserError(
+                f"{self.path} is not what the run was trained on, with or without new rows at the end: restore it, or"
+                " start a new run"
+            )
 
     def __len__(self) -> int:
         return len(self._starts) - 1
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_file": None}  # each worker process opens its own
 
     def image_bytes(self, index: int) -> bytes:
         return read_image(self.path.parent, self._row(index)[self._image], self.name(index))
@@ -73,11 +73,26 @@ class Table(Packable):
     def identity(self) -> str:
         return f"{file_identity(self.path)} {self._image} {self._caption} {self.separator!r}"
 
+    def _continues(self, manifest: Manifest, start: int) -> bool:
+        """Whether the rows of a run are still the first ones here. New rows get new ids."""
+        if len(manifest) != 1 or manifest[0]["name"] != self.path.name:
+            return False
+        size, count = int(manifest[0]["size"]), int(manifest[0]["count"])
+        if count > len(self) or int(self._starts[count]) < size:
+            return False
+        with self.path.open("rb") as file:
+            file.seek(start)
+            checksum, left = 0, size - start
+            while left > 0 and (piece := file.read(min(left, REPORT_EVERY))):
+                checksum, left = zlib.crc32(piece, checksum), left - len(piece)
+        return checksum == manifest[0]["stamp"]
+
     def _row(self, index: int) -> list[str]:
-        if self._file is None:
-            self._file = os.open(self.path, os.O_RDONLY)
         start, end = int(self._starts[index]), int(self._starts[index + 1])
-        content = os.pread(self._file, end - start, start)
+        try:
+            content = self._open.read(self._stat, start, end - start)
+        except OSError as error:
+            raise BrokenSample("vanished", f"cannot read {self.path} ({error.strerror or error})") from error
         try:
             row = next(csv.reader([_plain(content.decode("utf-8"))], delimiter=self.separator), [])
         except UnicodeDecodeError as error:
