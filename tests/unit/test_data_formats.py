@@ -26,9 +26,10 @@ def command(*arguments):
     return stop.value.code
 
 
-def train(logs, data, *arguments):
-    few = "--model leanclip-tiny --batch-size 4 --max-steps 3 --log-every 1 --eval-every 0 --workers 0".split()
-    assert command("train", *few, "--logs", logs, "--name", "run", "--train-data", data, *arguments) == 0
+def train(logs, data, *, batch=4):
+    few = "--model leanclip-tiny --max-steps 3 --log-every 1 --eval-every 0 --workers 0".split()
+    few += ["--batch-size", batch, "--logs", logs, "--name", "run"]
+    assert command("train", *few, "--train-data", data) == 0
     lines = [json.loads(line) for line in (logs / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
     assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
@@ -70,6 +71,15 @@ def test_a_run_on_a_table_goes_on_with_more_rows_and_not_with_others(tmp_path, c
     data.write_bytes(whole + b"images/000.jpg,one more\n")
     assert command(*resumed, "--max-steps", "4") == 0
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())[0]["count"] == COUNT + 1
+
+
+def test_broken_rows_are_replaced_and_counted(tmp_path):
+    pairs = write_images(tmp_path / "data", COUNT)
+    path = write_table(tmp_path / "data" / "pairs.csv", [("gone.jpg", "a kite"), *pairs, (pairs[0][0], "")])
+    train(tmp_path, path, batch=7)  # two steps see every row
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    last = [json.loads(line) for line in lines if '"train"' in line][-1]
+    assert last["broken_no_image"] >= 1 and last["broken_empty"] >= 1
 
 
 def test_mixing_tables_is_refused_with_the_command_that_helps(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from leanclip.cli import COMMANDS
+from leanclip.cli.data import CheckCommand, PackCommand
 from leanclip.cli.evaluate import EvaluateCommand
 from leanclip.cli.report import ReportCommand
 from leanclip.cli.selftest import SelftestCommand
@@ -36,6 +37,7 @@ def flags() -> dict[str, set[str]]:
     return {
         "train": train | flags_of(TrainCommand) - {"settings"},
         "evaluate": flags_of(EvaluateCommand),
+        "data": flags_of(PackCommand) | flags_of(CheckCommand),
         "report": flags_of(ReportCommand),
         "selftest": flags_of(SelftestCommand),
     }
