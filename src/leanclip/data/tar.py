@@ -113,6 +113,7 @@ class _Walk:
         self.stamp = 0
 
     def __iter__(self) -> Iterator[tuple[bytes, int, int]]:
+        position: int | None
         position, name, length = 0, None, None  # the latter two from a header that speaks of the next one
         get, size = self.window.get, self.size
         while position < size:
@@ -124,6 +125,7 @@ class _Walk:
                 position = self._after_zeros(position)
                 if position is None:
                     return
+                self.broken["header"] += 1  # a hole, or tars strung together: nobody can tell
                 continue
             try:
                 declared = _check(header)

@@ -1,0 +1,144 @@
+"""Whatever is done to a shard, it ends in samples skipped and counted or in a clear error: no traceback, no hang."""
+
+import random
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from leanclip.data import BrokenCount, Shards, TrainingLoader
+from leanclip.data.decode import TrainingTransform
+from leanclip.errors import UserError
+from shard_files import picture, shard_bytes, sound, tokenizer
+
+SAMPLES = 8
+
+
+def flip(content, draw):
+    for _ in range(draw.choice((1, 1, 3, 20))):
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+
+
+def flip_header(content, draw):
+    """Inside the used parts of a header, which are a small share of the file."""
+    block = draw.randrange(len(content) // 512)
+    start, length = draw.choice(((0, 30), (124, 12), (148, 9), (257, 8), (345, 10)))
+    content[block * 512 + start + draw.randrange(length)] = draw.randrange(256)
+
+
+def truncate(content, draw):
+    del content[draw.randrange(len(content)) :]
+
+
+def zero(content, draw):
+    """Not to the very end, where zeros are how a tar ends."""
+    start = draw.randrange(len(content) // 2)
+    stop = min(len(content), start + draw.choice((1, 512, 3000)))
+    content[start:stop] = bytes(stop - start)
+
+
+def drop(content, draw):
+    start = draw.randrange(len(content))
+    del content[start : start + draw.choice((1, 100, 512, 1024))]
+
+
+def repeat(content, draw):
+    start = draw.randrange(len(content) // 512) * 512
+    piece = content[start : start + 512 * draw.randrange(1, 5)]
+    at = draw.randrange(len(content) // 512) * 512
+    content[at:at] = piece
+
+
+def noise(content, draw):
+    start = draw.randrange(len(content))
+    content[start : start + 40] = draw.randbytes(40)
+
+
+DAMAGES = (flip, flip_header, truncate, zero, drop, repeat, noise)
+
+
+def originals():
+    plain = sound(SAMPLES)
+    plain["00001.jpg"] = picture(1, kind="PNG")
+    plain["00002.jpg"] = picture(2, kind="WEBP")
+    long_names = {f"{'directory/' * 12}{name}": content for name, content in plain.items()}
+    return shard_bytes(plain), shard_bytes(long_names, format=0), shard_bytes(long_names, format=1)
+
+
+def outcome(path):
+    """What became of a damaged shard: `error`, or how many samples trained."""
+    try:
+        shards = Shards(str(path), weights_key="weights")
+        assert len(shards) == SAMPLES or shards.broken, "samples were lost without a word"
+        counts = BrokenCount(1.0)
+        batch = max(1, len(shards) // 2)
+        loader = TrainingLoader(
+            shards, range(len(shards)), batch=batch, transform=TrainingTransform(size=(16, 16)), tokenizer=tokenizer,
+            seed=1, workers=0, pin_memory=False,
+        )  # fmt: skip
+        for found in loader.epoch(0):
+            assert len(found) == len(set(found.sample_ids.tolist())) == batch
+            counts.add(len(found), found.broken, found.examples)
+            assert all("\n" not in example for example in found.examples)
+        return "broken" if counts.kinds or shards.broken else "whole"
+    except UserError as error:
+        assert str(error) and "\n" not in str(error)
+        return "error"
+
+
+def fuzz(cases, seed):
+    outcomes = Counter()
+    shards = originals()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "damaged.tar"
+        for case in range(cases):
+            draw = random.Random(seed + case)
+            content = bytearray(draw.choice(shards))
+            damage = draw.choice(DAMAGES)
+            for _ in range(draw.choice((1, 1, 2, 5))):
+                if len(content) >= 1024:
+                    damage(content, draw)
+            path.write_bytes(content)
+            try:
+                outcomes[outcome(path)] += 1
+            except BaseException as error:
+                raise AssertionError(f"case {seed + case}, {damage.__name__}") from error
+    return outcomes
+
+
+def test_damaged_shards_end_in_counted_samples_or_a_clear_error():
+    outcomes = fuzz(2500, seed=0)
+    assert sum(outcomes.values()) == 2500
+    assert min(outcomes[kind] for kind in ("whole", "broken", "error")) > 100, outcomes
+
+
+@pytest.mark.slow
+def test_many_more_damaged_shards():
+    assert sum(fuzz(40_000, seed=1_000_000).values()) == 40_000
+
+
+@pytest.mark.parametrize("content", [b"", b"x", bytes(512), bytes(10240), b"\xff" * 5000, b"hello " * 1000])
+def test_what_is_no_tar_is_a_clear_error(content, tmp_path):
+    (tmp_path / "no.tar").write_bytes(content)
+    with pytest.raises(UserError, match=r"no samples in|is not a tar file"):
+        Shards(str(tmp_path / "no.tar"))
+
+
+def test_damaged_images_alone():
+    """The decoder by itself: every byte of a small image of each kind changed in turn."""
+    from leanclip.data import BrokenSample
+
+    torch.set_num_threads(1)
+    transform = TrainingTransform(size=(16, 16))
+    for kind in ("JPEG", "PNG", "WEBP", "GIF"):
+        content = picture(3, kind=kind)
+        for position in range(0, len(content), 3):
+            damaged = bytearray(content)
+            damaged[position] ^= 0xFF
+            try:
+                pixels = transform(bytes(damaged), random.Random(0))
+            except BrokenSample:
+                continue
+            assert pixels.shape == (3, 16, 16) and pixels.dtype == torch.uint8
