@@ -82,6 +82,12 @@ def test_broken_rows_are_replaced_and_counted(tmp_path):
     assert last["broken_no_image"] >= 1 and last["broken_empty"] >= 1
 
 
+def test_what_must_be_packed_is_told_so(tmp_path):
+    for data in (tmp_path, "pairs.parquet", "captions_val2017.json"):
+        with pytest.raises(UserError, match=f"leanclip data pack {data} OUT"):
+            open_source(str(data), DataConfig())
+
+
 def test_mixing_tables_is_refused_with_the_command_that_helps(tmp_path):
     for data in ("a.csv::b.tar", "b.tar::synthetic:5"):
         with pytest.raises(UserError, match="leanclip data pack"):
@@ -176,8 +182,9 @@ def test_columns_and_separator_are_chosen_by_flags(tmp_path):
     for separator in (None, "\\t", "tab", "\t"):
         config = DataConfig(csv_img_key="image, file", csv_caption_key="text", csv_separator=separator)
         assert open_source(str(path), config).captions(1) == [pairs[1][1]]
-    with pytest.raises(UserError, match="not one character"):
-        Table(path, separator="::")
+    for separator in ("::", "", '"', "\n", "→"):
+        with pytest.raises(UserError, match="cannot separate columns"):
+            Table(path, separator=separator)
     with pytest.raises(UserError, match="no such file"):
         open_source(str(tmp_path / "none.csv"), DataConfig())
 

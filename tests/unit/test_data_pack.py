@@ -74,7 +74,7 @@ def test_finished_shards_stay_and_lost_ones_come_back(tmp_path, capsys):
     (out / "00002.tar").write_bytes(b"short")
     (out / "00002.tar.partial").write_bytes(b"left behind")
     with (out / "pack.jsonl").open("a") as file:
-        file.write('{"shard": 7, "samp')
+        file.write('\0\0\n{"shard": 7, "samp')
     capsys.readouterr()
     assert command(*arguments) == 0
     assert "3 (1 were there)" in capsys.readouterr().out
@@ -137,6 +137,12 @@ def test_other_data_or_settings_are_refused(tmp_path):
     (tmp_path / "foreign" / "mine.tar").write_bytes(b"x")
     with pytest.raises(UserError, match=r"holds tar files and no pack\.jsonl"):
         pack(Table(table), tmp_path / "foreign", PackConfig())
+
+
+def test_a_damaged_journal_is_named(tmp_path):
+    (tmp_path / "pack.jsonl").write_text("[1]\n")
+    with pytest.raises(UserError, match=r"pack\.jsonl is damaged"):
+        pack(Synthetic(3), tmp_path, PackConfig())
 
 
 def test_two_at_once_are_refused(tmp_path):

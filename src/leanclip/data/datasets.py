@@ -98,6 +98,10 @@ def open_source(
             separator=config.csv_separator,
             manifest=manifest,
         )
+    if data.lower().endswith((".parquet", ".json", ".jsonl")):
+        raise UserError(f"{data} is not read directly; pack it first: leanclip data pack {data} OUT")
+    if Path(data).is_dir() and not any(Path(data).glob("*.tar")):
+        raise UserError(f"no *.tar in {data}; if it holds pictures, pack them first: leanclip data pack {data} OUT")
     return Shards(
         data,
         factors=factors,

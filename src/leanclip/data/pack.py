@@ -147,13 +147,20 @@ def _journal(out: Path, source: Packable, config: PackConfig) -> Iterator[IO[str
             file.write(json.dumps(head) + "\n")
             file.flush()
         else:
-            _refuse_other(out, json.loads(first), head)
+            _refuse_other(out, first, head)
         _drop_broken_line(file)
         file.seek(0)
-        yield file
+        try:
+            yield file
+        except OSError as error:
+            raise UserError(f"cannot write to {out} ({error.strerror}); run again to go on") from error
 
 
-def _refuse_other(out: Path, found: dict[str, Any], head: dict[str, Any]) -> None:
+def _refuse_other(out: Path, first: str, head: dict[str, Any]) -> None:
+    try:
+        found = dict(json.loads(first))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{out / JOURNAL} is damaged; remove {out}, or pack into another folder") from error
     for name, value in head.items():
         if found.get(name) == value:
             continue
@@ -175,7 +182,10 @@ def _drop_broken_line(file: IO[str]) -> None:
 
 def _finished(line: str, out: Path, width: int) -> PackedShard | None:
     """The shard of a journal line, if its file is there as it was left."""
-    shard = PackedShard(**json.loads(line))
+    try:
+        shard = PackedShard(**json.loads(line))
+    except (ValueError, TypeError):
+        return None  # a disk that failed: the shard is written again
     path = out / f"{shard.shard:0{width}d}.tar"
     return shard if path.is_file() and path.stat().st_size == shard.bytes else None
 
@@ -206,6 +216,8 @@ def _write_shard(source: Packable, out: Path, width: int, config: PackConfig, nu
         partial.replace(path)
     except OSError as error:
         raise UserError(f"cannot write {partial} ({error.strerror or error}); run again to go on") from error
+    finally:
+        partial.unlink(missing_ok=True)
     return PackedShard(
         shard=number, samples=samples, bytes=path.stat().st_size, skipped=dict(skipped), examples=examples
     )

@@ -120,8 +120,8 @@ def _read_header(path: Path, image_key: str, caption_key: str, separator: str | 
         raise UserError(f"{path} is not text in UTF-8; convert it (iconv -t UTF-8)") from error
     if separator is not None:
         separator = SPOKEN_SEPARATORS.get(separator, separator)
-        if len(separator) != 1:
-            raise UserError(f"--csv-separator {separator!r} is not one character; give ',' or '\\t', say")
+        if len(separator) != 1 or not separator.isascii() or separator in '"\r\n':
+            raise UserError(f"{separator!r} cannot separate columns; give one character, such as ',' or '\\t'")
     found: dict[str, list[str]] = {}
     for candidate in SEPARATORS if separator is None else (separator,):
         columns = [column.strip() for column in next(csv.reader([line], delimiter=candidate), [])]
