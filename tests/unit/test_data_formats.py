@@ -1,5 +1,6 @@
 """Training straight from tables and from synthetic data, and packing every other form first."""
 
+import contextlib
 import io
 import json
 import math
@@ -8,12 +9,14 @@ import pickle
 import numpy as np
 import pytest
 from data_forms import DIRECT, PACKABLE, bundled, make_csv, write_images, write_table
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from leanclip.cli import main
 from leanclip.data import BrokenSample, DataConfig, Shards, open_source
 from leanclip.data.synthetic import Synthetic
-from leanclip.data.table import Table
+from leanclip.data.table import SEPARATORS, Table
 from leanclip.errors import UserError
 from leanclip.models import TokenCounter
 
@@ -118,6 +121,45 @@ def test_a_table_gives_what_its_rows_say(tmp_path):
     ]  # fmt: skip
     assert [table.image_bytes(i) for i in range(3)] == [image for image, _ in bundled(3)]
     assert table.name(1) == f"row 2 of {path}"
+
+
+TEXT = st.text(
+    st.one_of(st.sampled_from('",;\t|\r\n\u2028 a'), st.characters(exclude_categories=["Cs"], min_codepoint=1))
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(captions=st.lists(TEXT, min_size=1, max_size=6), separator=st.sampled_from(SEPARATORS))
+def test_whatever_a_csv_writer_writes_is_read_back(tmp_path, captions, separator):
+    path = write_table(tmp_path / "pairs.csv", [("a.jpg", caption) for caption in captions], separator=separator)
+    table = Table(path)
+    assert len(table) == len(captions)
+    for index, caption in enumerate(captions):
+        expected = caption.replace("\r\n", "\n").replace("\r", " ").strip()
+        if expected:
+            assert table.captions(index) == [expected]
+        else:
+            with pytest.raises(BrokenSample, match="is empty"):
+                table.captions(index)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    content=st.binary(max_size=200)
+    | st.lists(st.sampled_from([b'"', b",", b"\n", b"\r", b"a", b"\xff", b"\0"])).map(b"".join)
+)
+def test_any_bytes_are_rows_broken_rows_or_a_clear_error(tmp_path, content):
+    path = tmp_path / "pairs.csv"
+    path.write_bytes(b"filepath,title\n" + content)
+    try:
+        table = Table(path)
+    except UserError:  # no rows, or a quote that is never closed
+        return
+    for index in range(len(table)):
+        with contextlib.suppress(BrokenSample):
+            assert table.captions(index)
+        with pytest.raises(BrokenSample):  # there is no such image
+            table.image_bytes(index)
 
 
 def test_a_broken_row_costs_only_itself(tmp_path):
