@@ -241,27 +241,29 @@ def _utf8(text: str) -> bytes:
 
 def _encode(content: bytes, max_size: int | None) -> tuple[str, bytes]:
     """The image as it is if training reads its format and it is not too large, else made so."""
-    facts = examine(content)
-    if facts.format in ENDINGS and (max_size is None or min(facts.width, facts.height) <= max_size):
-        return ENDINGS[facts.format], content
     image = open_image(content)
+    ending = ENDINGS.get(image.format or "")
+    too_large = max_size is not None and min(image.size) > max_size
+    if ending is not None and not too_large:
+        examine(content)
+        return ending, content
+    file = io.BytesIO()
     with decoding():
-        if max_size is not None and min(image.size) > max_size:
-            scale = max_size / min(image.size)
-            target = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-            image.draft(None, (2 * target[0], 2 * target[1]))  # twice the size: no loss, and a fraction of the time
-            smaller = _plain_mode(image).resize(target, Image.Resampling.BICUBIC)
-        else:
-            smaller = _plain_mode(image)
-        ending = ENDINGS.get(facts.format, "png")
-        file = io.BytesIO()
+        image = _shrunk(image, max_size) if max_size is not None and too_large else _plain_mode(image)
         if ending == "jpg":
-            smaller.convert("RGB").save(file, "JPEG", quality=QUALITY)
+            image.convert("RGB").save(file, "JPEG", quality=QUALITY)
         elif ending == "webp":
-            smaller.save(file, "WEBP", quality=QUALITY)
+            image.save(file, "WEBP", quality=QUALITY)
         else:
-            smaller.save(file, "PNG")
-    return ending, file.getvalue()
+            image.save(file, "PNG")
+    return ending or "png", file.getvalue()
+
+
+def _shrunk(image: Image.Image, size: int) -> Image.Image:
+    scale = size / min(image.size)
+    target = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    image.draft(None, (2 * target[0], 2 * target[1]))  # twice the size: no loss to see, and a fraction of the time
+    return _plain_mode(image).resize(target, Image.Resampling.BICUBIC)
 
 
 def _plain_mode(image: Image.Image) -> Image.Image:
