@@ -44,7 +44,7 @@ sys.modules.setdefault("pandas", ModuleType("pandas"))  # for its CSV files alon
 import open_clip_train.data  # noqa: E402
 
 # The stage that its comment names; its own stumbles over what webdataset 1.0 puts between two shards.
-open_clip_train.data.tarfile_to_samples_nothrow = webdataset.tarfile_to_samples(
+open_clip_train.data.tarfile_to_samples_nothrow = getattr(webdataset, "tarfile_to_samples")(  # noqa: B009
     handler=open_clip_train.data.log_and_continue
 )
 

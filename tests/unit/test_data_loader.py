@@ -224,5 +224,7 @@ def test_factors_lengthen_the_epoch(data):
     assert (np.bincount(ids, minlength=80)[:40] == 2).all()
     with pytest.raises(UserError, match="2 sources and 1 factors"):
         open_datasets(DataConfig(train_data=config.train_data, train_data_upsampling_factors="2"), seed=0)
+    with pytest.raises(ValueError, match="leaves no neighbours"):
+        DataConfig(val_split=0.1, shuffle="blocks")
     with pytest.raises(ValueError, match="give numbers, as 2::1"):
         DataConfig(train_data_upsampling_factors="2:1")

@@ -57,6 +57,8 @@ class DataConfig:
             raise ValueError(f"val_split is {self.val_split}; give a share in [0, 1)")
         if self.val_split and self.val_data:
             raise ValueError("--val-split holds out training data, --val-data brings its own; give one")
+        if self.val_split and self.shuffle == "blocks":
+            raise ValueError("--val-split leaves no neighbours for --shuffle blocks; hold out with --val-data")
         if not 0 <= self.max_broken <= 1:
             raise ValueError(f"max_broken is {self.max_broken}; give a share in [0, 1]")
         if self.upsampling_factors is not None and not all(

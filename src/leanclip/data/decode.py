@@ -127,8 +127,21 @@ class EvaluationTransform:
         return max(1, round(height / ratio)), max(1, round(width / ratio))
 
 
-def training_transform(preprocess: Preprocess, *, scale: tuple[float, float] | None = None) -> TrainingTransform:
-    return TrainingTransform(size=_both(preprocess.size), scale=scale or (0.9, 1.0))
+def training_transform(
+    preprocess: Preprocess,
+    *,
+    scale: tuple[float, float] | None = None,
+    color_jitter: tuple[float, float, float, float] | None = None,
+    color_jitter_prob: float = 0.0,
+    gray_scale_prob: float = 0.0,
+) -> TrainingTransform:
+    return TrainingTransform(
+        size=_both(preprocess.size),
+        scale=scale or (0.9, 1.0),
+        color_jitter=color_jitter or (0.0, 0.0, 0.0, 0.0),
+        color_jitter_prob=color_jitter_prob,
+        gray_scale_prob=gray_scale_prob,
+    )
 
 
 def evaluation_transform(preprocess: Preprocess) -> EvaluationTransform:

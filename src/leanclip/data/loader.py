@@ -110,6 +110,7 @@ class _TrainingSteps(Dataset):
         images, tokens, taken = [], [], []
         broken: Counter[str] = Counter()
         examples: list[str] = []
+        self.source.expect([index for index in ids[self.share].tolist() if index >= 0])
         for slot in range(*self.share.indices(self.order.batch)):
             for index, copy in self._candidates(epoch, step, slot, int(ids[slot]), int(copies[slot])):
                 seed = sample_seed(self.seed, epoch, index, copy)
