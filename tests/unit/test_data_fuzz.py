@@ -84,8 +84,7 @@ def outcome(path):
             assert all("\n" not in example for example in found.examples)
         return "broken" if counts.kinds or shards.broken else "whole"
     except UserError as error:
-        assert str(error) and "\n" not in str(error)
-        return "error"
+        return "error" if str(error) and "\n" not in str(error) else "error of several lines"
 
 
 def fuzz(cases, seed):
@@ -110,7 +109,7 @@ def fuzz(cases, seed):
 
 def test_damaged_shards_end_in_counted_samples_or_a_clear_error():
     outcomes = fuzz(2500, seed=0)
-    assert sum(outcomes.values()) == 2500
+    assert set(outcomes) == {"whole", "broken", "error"}
     assert min(outcomes[kind] for kind in ("whole", "broken", "error")) > 100, outcomes
 
 

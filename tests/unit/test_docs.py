@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from leanclip.cli import COMMANDS
+from leanclip.cli.data import CheckCommand, PackCommand
 from leanclip.cli.evaluate import EvaluateCommand
 from leanclip.cli.report import ReportCommand
 from leanclip.cli.selftest import SelftestCommand
@@ -23,7 +24,7 @@ COMMAND = re.compile(r"(?:^|`|: +)leanclip ([^`\n]*)", re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
 
 # Named in the documentation because OpenCLIP has them or other programs do, not because we do.
-FOREIGN_FLAGS = {"train-num-samples", "sort"}
+FOREIGN_FLAGS = {"sort"}
 
 
 def flags_of(kind: type) -> set[str]:
@@ -36,6 +37,7 @@ def flags() -> dict[str, set[str]]:
     return {
         "train": train | flags_of(TrainCommand) - {"settings"},
         "evaluate": flags_of(EvaluateCommand),
+        "data": flags_of(PackCommand) | flags_of(CheckCommand),
         "report": flags_of(ReportCommand),
         "selftest": flags_of(SelftestCommand),
     }

@@ -61,6 +61,8 @@ def run(arguments: list[str]) -> None:
     console.print(table)
     console.print(f"held-out text-to-image recall@10: {metrics['text_to_image_recall@10']:.1%} "
                   f"(chance {metrics['chance@10']:.1%})")  # fmt: skip
+    if embedded.broken:
+        console.print(f"{embedded.broken} held-out samples could not be used")
     if note:
         console.print(note)
     if command.json is not None:

@@ -15,6 +15,7 @@ from leanclip.errors import UserError
 
 T = TypeVar("T")
 Positional = tyro.conf.Positional
+arg = tyro.conf.arg
 
 
 def parse(kind: type[T], arguments: list[str], *, command: str, description: str, default: T | None = None) -> T:

@@ -11,11 +11,18 @@ class DataConfig:
 
     train_data: str | None = None
     """WebDataset tar shards: a path, a directory, a glob, a brace pattern such as 'cc3m-{00000..00331}.tar', or URLs
-    of that form (s3://, gs://, https://); several with :: between them. Default: the bundled emoji."""
+    of that form (s3://, gs://, https://); several with :: between them. Or a .csv or .tsv of image paths and
+    captions, or synthetic:N for N made-up samples. Default: the bundled emoji."""
     train_data_upsampling_factors: str | None = None
     """How often an epoch visits each of several sources, as 2::1. Default: each once."""
     val_data: str | None = None
     """Held-out shards for retrieval; several captions per image stand in .json under "captions"."""
+    csv_img_key: str = "filepath"
+    """The column of a .csv or .tsv that holds image paths; relative ones count from the file's folder."""
+    csv_caption_key: str = "title"
+    """The column that holds captions."""
+    csv_separator: str | None = None
+    """What separates the columns, such as ',' or '\\t'. Default: whichever splits the header into these columns."""
     val_split: float = 0.0
     """Without --val-data: hold this share of the training data out instead."""
     caption_key: str = "captions"
@@ -50,6 +57,8 @@ class DataConfig:
             raise ValueError(f"val_split is {self.val_split}; give a share in [0, 1)")
         if self.val_split and self.val_data:
             raise ValueError("--val-split holds out training data, --val-data brings its own; give one")
+        if self.val_split and self.shuffle == "blocks":
+            raise ValueError("--val-split leaves no neighbours for --shuffle blocks; hold out with --val-data")
         if not 0 <= self.max_broken <= 1:
             raise ValueError(f"max_broken is {self.max_broken}; give a share in [0, 1]")
         if self.upsampling_factors is not None and not all(

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
+from leanclip.data import synthetic
 from leanclip.data.broken import BrokenCount
 from leanclip.data.config import DataConfig
 from leanclip.data.order import Kept, Once, Visits, Weighted
 from leanclip.data.shards import Manifest, Shards
 from leanclip.data.source import Source
+from leanclip.data.table import Table
 from leanclip.errors import UserError
 
 BUNDLED = Path(__file__).parent / "emoji"
@@ -83,6 +85,23 @@ def open_source(
     data: str, config: DataConfig, *, factors: list[float] | None = None, manifest: Manifest | None = None
 ) -> Source:
     """The samples of a --train-data or --val-data: its form decides what it is."""
+    other = next((part for part in data.split("::") if _is_table(part) or part.startswith(synthetic.PREFIX)), None)
+    if other is not None and (other != data or factors is not None):
+        raise UserError(f"only shards can be mixed and weighted; pack {other} first: leanclip data pack {other} OUT")
+    if data.startswith(synthetic.PREFIX):
+        return synthetic.open_synthetic(data)
+    if _is_table(data):
+        return Table(
+            data,
+            image_key=config.csv_img_key,
+            caption_key=config.csv_caption_key,
+            separator=config.csv_separator,
+            manifest=manifest,
+        )
+    if data.lower().endswith((".parquet", ".json", ".jsonl")):
+        raise UserError(f"{data} is not read directly; pack it first: leanclip data pack {data} OUT")
+    if Path(data).is_dir() and not any(Path(data).glob("*.tar")):
+        raise UserError(f"no *.tar in {data}; if it holds pictures, pack them first: leanclip data pack {data} OUT")
     return Shards(
         data,
         factors=factors,
@@ -90,6 +109,10 @@ def open_source(
         weights_key=config.caption_weights_key,
         manifest=manifest,
     )
+
+
+def _is_table(data: str) -> bool:
+    return data.lower().endswith((".csv", ".tsv"))
 
 
 def explain_counts(config: DataConfig, source: Source) -> None:

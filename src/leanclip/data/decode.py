@@ -27,6 +27,9 @@ MOST_PIXELS = 89_478_485  # Pillow's own bound, from which on it warns of a deco
 RATIOS = (3 / 4, 4 / 3)
 TRIES = 10
 REDUCTIONS = (8, 4, 2)  # what libjpeg does at once while decoding
+# A reduced image is still so many times larger than its target that the filter decides how the result looks. At 1 the
+# mean difference to open_clip is 2 to 3 levels of 255 on sharp photographs, at 1.5 it is 1.6 and at 2 it is 0.9.
+TRAINING_RESERVE, EVALUATION_RESERVE = 1.5, 2.0
 
 Transform = Callable[[bytes, random.Random | None], Tensor]  # None where nothing is random
 
@@ -99,7 +102,8 @@ class EvaluationTransform:
         bilinear = self.interpolation == "bilinear" and (self.resize_mode != "shortest" or square)
         height, width = self._resized(image.height, image.width)
         whole = Box(0, 0, image.width, image.height)
-        pixels = resized_crop(image, whole, (height, width), "bilinear" if bilinear else "bicubic")
+        method = "bilinear" if bilinear else "bicubic"
+        pixels = resized_crop(image, whole, (height, width), method, reserve=EVALUATION_RESERVE)
         top, left = round((height - target_height) / 2), round((width - target_width) / 2)
         pixels = pixels[:, max(top, 0) : max(top, 0) + target_height, max(left, 0) : max(left, 0) + target_width]
         if pixels.shape[1:] == self.size:
@@ -123,8 +127,21 @@ class EvaluationTransform:
         return max(1, round(height / ratio)), max(1, round(width / ratio))
 
 
-def training_transform(preprocess: Preprocess, *, scale: tuple[float, float] | None = None) -> TrainingTransform:
-    return TrainingTransform(size=_both(preprocess.size), scale=scale or (0.9, 1.0))
+def training_transform(
+    preprocess: Preprocess,
+    *,
+    scale: tuple[float, float] | None = None,
+    color_jitter: tuple[float, float, float, float] | None = None,
+    color_jitter_prob: float = 0.0,
+    gray_scale_prob: float = 0.0,
+) -> TrainingTransform:
+    return TrainingTransform(
+        size=_both(preprocess.size),
+        scale=scale or (0.9, 1.0),
+        color_jitter=color_jitter or (0.0, 0.0, 0.0, 0.0),
+        color_jitter_prob=color_jitter_prob,
+        gray_scale_prob=gray_scale_prob,
+    )
 
 
 def evaluation_transform(preprocess: Preprocess) -> EvaluationTransform:
@@ -201,12 +218,14 @@ def random_crop(size: tuple[int, int], scale: tuple[float, float], draw: random.
     return Box(left, top, left + wide, top + tall)
 
 
-def resized_crop(image: Image.Image, box: Box, size: tuple[int, int], mode: str = "bicubic") -> Tensor:
+def resized_crop(
+    image: Image.Image, box: Box, size: tuple[int, int], mode: str = "bicubic", *, reserve: float = TRAINING_RESERVE
+) -> Tensor:
     """Decode what is needed of an image, cut the box and resize it to `size` (height, width): (3, height, width)."""
     full = image.size
     if image.format == "JPEG":
-        reduction = min((box.right - box.left) / size[1], (box.bottom - box.top) / size[0])
-        reduction = next((scale for scale in REDUCTIONS if scale <= reduction), 1)
+        most = min((box.right - box.left) / size[1], (box.bottom - box.top) / size[0]) / reserve
+        reduction = next((scale for scale in REDUCTIONS if scale <= most), 1)
         image.draft(None, (full[0] // reduction, full[1] // reduction))
     pixels = _rgb(image)
     if pixels.size != full:

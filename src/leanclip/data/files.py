@@ -1,5 +1,6 @@
 """Shards wherever they lie: local paths and, through fsspec, URLs. The only module that imports fsspec."""
 
+import contextlib
 import glob
 import os
 from collections import OrderedDict
@@ -11,7 +12,7 @@ import fsspec
 
 from leanclip.errors import UserError
 
-OPEN_FILES = 128  # per process; a data set may have more shards than a process may open files
+OPEN_FILES = 256  # per process; a data set may have more shards than a process may open files
 STAMPS = ("mtime", "LastModified", "last_modified", "ETag", "etag", "updated", "created")
 
 
@@ -79,6 +80,15 @@ class OpenFiles:
         """Up to `length` bytes; fewer at the end. OSError if the file is gone or not the one that was indexed."""
         if is_remote(file.path):
             return self._read_url(file.path, offset, min(length, file.size - offset))
+        return os.pread(self._descriptor(file), length, offset)
+
+    def expect(self, file: FileStat, offset: int, length: int) -> None:
+        """Let the system fetch a part of a local file meanwhile. What fails here fails again on reading."""
+        if not is_remote(file.path) and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._descriptor(file), offset, length, os.POSIX_FADV_WILLNEED)
+
+    def _descriptor(self, file: FileStat) -> int:
         descriptor = self._open.get(file.path)
         if descriptor is None:
             descriptor = os.open(file.path, os.O_RDONLY)
@@ -91,7 +101,7 @@ class OpenFiles:
                 os.close(self._open.popitem(last=False)[1])
         else:
             self._open.move_to_end(file.path)
-        return os.pread(descriptor, length, offset)
+        return descriptor
 
     def close(self) -> None:
         while self._open:

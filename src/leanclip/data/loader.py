@@ -68,6 +68,13 @@ class TrainingLoader:
             yield batch
 
 
+class _Loader(DataLoader):
+    """torch's loader, which knows better than its user how many workers to have, without that."""
+
+    def check_worker_number_rationality(self) -> None:
+        pass
+
+
 class _Steps(Sampler):
     """The steps of the current epoch; set anew for each, so that the workers live on."""
 
@@ -103,6 +110,7 @@ class _TrainingSteps(Dataset):
         images, tokens, taken = [], [], []
         broken: Counter[str] = Counter()
         examples: list[str] = []
+        self.source.expect([index for index in ids[self.share].tolist() if index >= 0])
         for slot in range(*self.share.indices(self.order.batch)):
             for index, copy in self._candidates(epoch, step, slot, int(ids[slot]), int(copies[slot])):
                 seed = sample_seed(self.seed, epoch, index, copy)
@@ -186,7 +194,7 @@ def evaluation_batches(
 
 def _data_loader(data: Dataset, *, workers: int, **options: Any) -> DataLoader:
     """torch's loader with one whole batch as its unit."""
-    return DataLoader(
+    return _Loader(
         data,
         batch_size=None,
         num_workers=workers,

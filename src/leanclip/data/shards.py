@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from leanclip.data.files import FileStat, OpenFiles, expand, stat_all
+from leanclip.data.files import OPEN_FILES, FileStat, OpenFiles, expand, stat_all
 from leanclip.data.index import Indexed, open_index
 from leanclip.data.source import BrokenSample, Part, Source, pick
 from leanclip.data.tar import BLOCK, IMAGE, IMAGE_ENDINGS, JSON, TXT, name_before
@@ -111,6 +111,13 @@ class Shards(Source):
 
     def caption(self, index: int, draw: random.Random) -> str:
         return pick(*self._captions(index), draw)
+
+    def expect(self, indices: Sequence[int]) -> None:
+        if len(self.files) > OPEN_FILES:  # opening every file twice would cost more than it gains
+            return
+        for index in indices:
+            file, row = self._locate(index)
+            self._open.expect(file, row[IMAGE] * BLOCK, row[IMAGE + 1])
 
     def name(self, index: int) -> str:
         file, row = self._locate(index)

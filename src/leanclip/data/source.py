@@ -51,6 +51,9 @@ class Source(Protocol):
         """The caption to train on this time."""
         return pick(self.captions(index), None, draw)
 
+    def expect(self, indices: Sequence[int]) -> None:
+        """These samples are read next: a chance to ask the storage for all of them at once."""
+
     @property
     def broken(self) -> Mapping[str, int]:
         """What was left out when the source was opened, by kind. It has no ids."""

@@ -1,9 +1,9 @@
 """One walk over the headers of a tar shard: where the files of each sample lie. Payloads are skipped, not read."""
 
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+from zlib import adler32
 
 import numpy as np
 
@@ -12,13 +12,19 @@ NEAR, FAR = 1 << 20, 1 << 13  # bytes read ahead where headers stand close toget
 FAR_APART = 1 << 15
 LONGEST_NAME = 1 << 16
 ADLER = 65521
+MOST_CHECKSUMS = 1 << 16
+_REGULAR = b"\x0007"
+_NO_DATA = b"123456"  # links, devices and directories
 
 IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp")
 TEXT_ENDINGS = ("txt", "json")
 _ENDINGS = {ending.encode(): number for number, ending in enumerate(IMAGE_ENDINGS + TEXT_ENDINGS)}
-_TXT, _JSON = len(IMAGE_ENDINGS), len(IMAGE_ENDINGS) + 1
+_TXT = len(IMAGE_ENDINGS)
+_IMAGES, _TEXTS = (1 << _TXT) - 1, 3 << _TXT
+SLASH = ord("/")
 # Columns of the table, in pairs: the block where the file begins (0: there is none) and its bytes.
 IMAGE, TXT, JSON, COLUMNS = 0, 2, 4, 6
+_COLUMN = (*(IMAGE for _ in IMAGE_ENDINGS), TXT, JSON)
 
 
 class Scan(NamedTuple):
@@ -62,39 +68,42 @@ def scan(read: Callable[[int, int], bytes], size: int, *, ahead: int | None = No
     repeated: set[bytes] = set()
     escaping: set[bytes] = set()
     walk = _Walk(_Window(read, size, ahead=ahead), size, broken)
-    last_key, last = b"", [0]
+    last_key, sample = None, []
     for name, at, length in walk:
         directory, slash, base = name.rpartition(b"/")
-        key, _, ending = base.partition(b".")
-        number = _ENDINGS.get(ending.lower())
-        if number is None:
+        stem, _, ending = base.partition(b".")
+        number = _ENDINGS.get(ending)
+        if number is None and (number := _ENDINGS.get(ending.lower())) is None:
             continue
-        key = directory + slash + key
-        if name[:1] == b"/" or b".." in directory.split(b"/"):
+        key = directory + slash + stem
+        if slash and (not directory or directory[0] == SLASH or b".." in directory.split(b"/")):
             escaping.add(key)
             continue
         if key != last_key:
-            last_key = key
-            last = samples.get(key) or samples.setdefault(key, [0] * (1 + 2 * len(_ENDINGS)))
-        if last[0] >> number & 1:
+            last_key, sample = key, samples.get(key)
+            if sample is None:
+                samples[key] = sample = [0] * (1 + COLUMNS)
+        bit = 1 << number
+        if sample[0] & bit:
             repeated.add(key)
             continue
-        last[0] |= 1 << number
-        last[1 + 2 * number], last[2 + 2 * number] = at // BLOCK, length
-    rows = []
-    for found in samples.values():
-        image = next((i for i in range(_TXT) if found[0] >> i & 1), None)
-        if image is None:
+        if number >= _TXT or not sample[0] & (bit - 1):  # of several images, the ending that is named first
+            column = 1 + _COLUMN[number]
+            sample[column], sample[column + 1] = at // BLOCK, length
+        sample[0] |= bit
+    flat: list[int] = []
+    for sample in samples.values():
+        if not sample[0] & _IMAGES:
             broken["no image"] += 1
-        elif not found[0] >> _TXT:
+        elif not sample[0] & _TEXTS:
             broken["no caption"] += 1
-        elif max(found) >= 1 << 32:
+        elif max(sample) >= 1 << 32:
             broken["huge"] += 1
         else:
-            rows.append(found[1 + 2 * image : 3 + 2 * image] + found[1 + 2 * _TXT :])
+            flat += sample[1:]
     broken["duplicate key"] += len(repeated)
     broken["escaping path"] += len(escaping)
-    table = np.array(rows, np.uint32).reshape(-1, COLUMNS)
+    table = np.array(flat, np.uint32).reshape(-1, COLUMNS)
     return Scan(table, +broken, walk.stamp)
 
 
@@ -115,34 +124,43 @@ class _Walk:
     def __iter__(self) -> Iterator[tuple[bytes, int, int]]:
         position: int | None
         position, name, length = 0, None, None  # the latter two from a header that speaks of the next one
-        get, size = self.window.get, self.size
+        get, size, stamp = self.window.get, self.size, 0
         while position < size:
             header = get(position, BLOCK)
             if len(header) < BLOCK:
                 self.broken["truncated"] += 1
                 return
-            if not header[0] and not any(header):
-                position = self._after_zeros(position)
-                if position is None:
-                    return
-                self.broken["header"] += 1  # a hole, or tars strung together: nobody can tell
-                continue
+            total, declared = adler32(header), 0
             try:
-                declared = _check(header)
-            except _Damaged:
-                self.broken["header"] += 1
-                position, name, length = self._next_header(position + BLOCK), None, None
-                continue
-            self.stamp = zlib.crc32(header, self.stamp)
-            kind, data = header[156:157], position + BLOCK
-            if kind in b"\x0007":
+                checksum, field = _CHECKSUMS[header[148:156]]
+                declared = int(header[124:135], 8)
+                # The low half of Adler-32 is 1 plus the sum of the bytes, modulo 65521, at the speed of C.
+                sound = not ((total & 0xFFFF) - field - checksum) % ADLER and header[124] < 128
+            except (KeyError, ValueError):
+                sound = False
+            if not sound:
+                if not header[0] and not any(header):
+                    position = self._after_zeros(position)
+                    if position is None:
+                        return
+                    self.broken["header"] += 1  # a hole, or tars strung together: nobody can tell
+                    continue
+                try:
+                    declared = _check(header)
+                except _Damaged:
+                    self.broken["header"] += 1
+                    position, name, length = self._next_header(position + BLOCK), None, None
+                    continue
+            self.stamp = stamp = (stamp * 1_000_003 ^ total) & 0xFFFF_FFFF_FFFF_FFFF
+            kind, data = header[156], position + BLOCK
+            if kind in _REGULAR:
                 actual = declared if length is None else length
                 if data + actual > size:
                     self.broken["truncated"] += 1
                     return
                 yield name or _name(header), data, actual
-                position, name, length = data + -(-actual // BLOCK) * BLOCK, None, None
-            elif kind in b"123456":  # links, devices and directories have no data
+                position, name, length = data + (actual + BLOCK - 1) // BLOCK * BLOCK, None, None
+            elif kind in _NO_DATA:
                 position, name, length = data, None, None
             else:
                 if data + declared > size:
@@ -150,13 +168,13 @@ class _Walk:
                     return
                 if kind in b"xL" and declared <= LONGEST_NAME:
                     body = get(data, declared)
-                    if kind == b"L":
+                    if kind == ord("L"):
                         name = body.rstrip(b"\0")
-                    else:
+                    elif b"path=" in body or b"size=" in body:
                         fields = _pax(body)
                         name = fields.get(b"path", name)
                         length = _number(fields.get(b"size", b""), length)
-                position = data + -(-declared // BLOCK) * BLOCK
+                position = data + (declared + BLOCK - 1) // BLOCK * BLOCK
         self.broken["truncated"] += 1  # there was no end marker: the file was cut between two members
 
     def _after_zeros(self, position: int) -> int | None:
@@ -183,17 +201,28 @@ class _Walk:
             yield start, np.frombuffer(piece[: len(piece) // BLOCK * BLOCK], np.uint8).reshape(-1, BLOCK)
 
 
+class _Checksums(dict[bytes, tuple[int, int]]):
+    """The number in a checksum field, and by how much the field itself makes the sum of a header differ from it."""
+
+    def __missing__(self, field: bytes) -> tuple[int, int]:
+        found = int(field.rstrip(b" \0"), 8), 1 + sum(field) - 8 * ord(" ")
+        if len(self) < MOST_CHECKSUMS:
+            self[field] = found
+        return found
+
+
+_CHECKSUMS = _Checksums()
+
+
 def _check(header: bytes) -> int:
     """The size in a header whose checksum holds."""
     try:
-        stored = int(header[148:156].rstrip(b" \0"), 8)
+        stored, field = _CHECKSUMS[header[148:156]]
         size = header[124:136]
         length = int.from_bytes(size[1:], "big") if size[0] == 0x80 else int(size.rstrip(b" \0") or b"0", 8)
     except ValueError:
         raise _Damaged from None
-    # The low half of Adler-32 is 1 plus the sum of the bytes, modulo 65521, at the speed of C.
-    total = (zlib.adler32(header) & 0xFFFF) - 1 - sum(header[148:156]) + 8 * ord(" ")
-    if (total - stored) % ADLER or length < 0:
+    if ((adler32(header) & 0xFFFF) - field - stored) % ADLER or length < 0:
         raise _Damaged
     return length
 

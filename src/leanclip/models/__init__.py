@@ -1,6 +1,7 @@
 """The models: open_clip's, behind a two-tower interface."""
 
 from leanclip.models.config import ModelConfig
+from leanclip.models.tokens import TokenCounter
 from leanclip.models.two_tower import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -15,6 +16,7 @@ __all__ = [
     "CONFIG_FILE",
     "WEIGHTS_FILE",
     "ModelConfig",
+    "TokenCounter",
     "TwoTower",
     "create_model",
     "is_resnet",

@@ -4,7 +4,8 @@ import difflib
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,15 @@ def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
     return model, config
 
 
+def create_tokenizer(model: str) -> Any:
+    """open_clip's tokenizer of a model, without the model."""
+    with _registered(model_config_of(model)[1]) as registered:
+        try:
+            return open_clip.get_tokenizer(registered)
+        except OSError as error:  # a tokenizer of the hub that is neither here nor within reach
+            raise UserError(f"cannot load the tokenizer of {model} ({str(error).splitlines()[0]})") from error
+
+
 def is_resnet(model: str) -> bool:
     """Whether the image tower is one of CLIP's ResNets, which were trained with other optimizer settings."""
     return isinstance(model_config_of(model)[1]["vision_cfg"].get("layers"), list)
@@ -217,6 +227,18 @@ def _pretrained(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
 def _build(
     name: str, config: dict[str, Any], weights: Path | None, preprocess: dict[str, Any], *, double: bool = False
 ) -> TwoTower:
+    with _registered(config) as registered:
+        clip = open_clip.create_model(registered, force_preprocess_cfg=preprocess, pretrained_text=False)
+        tokenizer = open_clip.get_tokenizer(registered)
+    if double:
+        clip = clip.double()
+    if weights is not None:
+        _load_weights(clip, weights, name)
+    return TwoTower(clip, name, config, tokenizer)
+
+
+@contextmanager
+def _registered(config: dict[str, Any]) -> Iterator[str]:
     """open_clip finds architectures by registered name only, so the config is registered for the moment."""
     registered = "leanclip-current"
     open_clip.factory._MODEL_CONFIGS[registered] = config
@@ -224,16 +246,10 @@ def _build(
     level = root.level
     root.setLevel(logging.ERROR)  # open_clip reports its progress on the root logger
     try:
-        clip = open_clip.create_model(registered, force_preprocess_cfg=preprocess, pretrained_text=False)
-        tokenizer = open_clip.get_tokenizer(registered)
+        yield registered
     finally:
         root.setLevel(level)
         del open_clip.factory._MODEL_CONFIGS[registered]
-    if double:
-        clip = clip.double()
-    if weights is not None:
-        _load_weights(clip, weights, name)
-    return TwoTower(clip, name, config, tokenizer)
 
 
 def _load_weights(clip: Any, path: Path, name: str) -> None:

@@ -1,0 +1,288 @@
+"""Data loading: decoded and augmented samples per second and core against open_clip's webdataset pipeline, and the
+index of a large data set against `cat`.
+
+    python benchmarks/bench_data.py              # some minutes and 12 GB of temporary files
+    python benchmarks/bench_data.py --quick      # seconds; the figures mean nothing
+    python benchmarks/bench_data.py --skip-index
+
+Both loaders read the same shards of generated, photograph-like JPEGs in one process with one thread, take open_clip's
+default augmentation to 224 pixels and its tokenizer, and give batches of 64: whole epochs, in turn. Samples per CPU
+second do not suffer from what else the machine does; samples per second do.
+
+The index is built of tars whose images are random bytes. `cold` means that the files were dropped from the page cache
+before.
+"""
+
+import argparse
+import csv
+import io
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import open_clip
+import torch
+import webdataset
+from PIL import Image
+
+import leanclip
+from leanclip.data import Shards, TrainingLoader, index
+from leanclip.data.decode import Box, TrainingTransform, open_image, random_crop, resized_crop
+
+sys.modules.setdefault("pandas", ModuleType("pandas"))  # for its CSV files alone, open_clip_train imports it
+import open_clip_train.data  # noqa: E402
+
+# The stage that its comment names; its own stumbles over what webdataset 1.0 puts between two shards.
+open_clip_train.data.tarfile_to_samples_nothrow = getattr(webdataset, "tarfile_to_samples")(  # noqa: B009
+    handler=open_clip_train.data.log_and_continue
+)
+
+RESULTS = Path(__file__).parent / "results" / "data.csv"
+SIZES = {"256 px": (341, 256), "500 px": (500, 375), "500 px, square": (500, 500), "1200 px": (1200, 900)}
+BATCH, TARGET = 64, 224
+
+
+def photograph(width: int, height: int, seed: int) -> bytes:
+    """A JPEG of coloured noise whose strength falls with the frequency, as in photographs, with some hard edges."""
+    rng = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None])
+    frequency[0, 0] = 1
+    noise = np.fft.ifft2(np.fft.fft2(rng.standard_normal((3, height, width))) / frequency**1.2).real
+    noise = noise.mean(0) + 0.4 * noise
+    pixels = 127 + 50 * (noise - noise.mean((1, 2), keepdims=True)) / noise.std((1, 2), keepdims=True)
+    for _ in range(6):
+        top, left = rng.integers(0, height), rng.integers(0, width)
+        pixels[:, top : top + height // 4, left : left + width // 4] = rng.integers(0, 256, (3, 1, 1))
+    file = io.BytesIO()
+    Image.fromarray(pixels.clip(0, 255).astype(np.uint8).transpose(1, 2, 0)).save(file, "JPEG", quality=88)
+    return file.getvalue()
+
+
+def write_photographs(directory: Path, size: tuple[int, int], samples: int, different: int) -> str:
+    """Shards of photographs with captions, half of them upright. Returns their pattern."""
+    contents = [photograph(*(size if number % 2 else size[::-1]), seed=number) for number in range(different)]
+    words = [
+        "a",
+        "photograph",
+        "of",
+        "some",
+        "red",
+        "green",
+        "blue",
+        "large",
+        "small",
+        "old",
+        "new",
+        "house",
+        "tree",
+        "dog",
+        "cat",
+        "car",
+        "street",
+        "sky",
+        "sea",
+    ]
+    for shard in range(4):
+        with tarfile.open(directory / f"{shard:05d}.tar", "w") as archive:
+            for number in range(shard, samples, 4):
+                caption = " ".join(random.Random(number).choices(words, k=12)).encode()
+                for ending, content in (("jpg", contents[number % different]), ("txt", caption)):
+                    entry = tarfile.TarInfo(f"{number:09d}.{ending}")
+                    entry.size = len(content)
+                    archive.addfile(entry, io.BytesIO(content))
+    return str(directory / "{00000..00003}.tar")
+
+
+def ours(pattern: str, tokenizer: Callable[..., torch.Tensor]) -> Iterable[Any]:
+    source = Shards(pattern)
+    loader = TrainingLoader(
+        source, range(len(source)), batch=BATCH, transform=TrainingTransform(size=(TARGET, TARGET)),
+        tokenizer=tokenizer, seed=0, workers=0, pin_memory=False,
+    )  # fmt: skip
+    for batch in loader.epoch(0):
+        yield batch.images
+
+
+def open_clips(pattern: str, tokenizer: Callable[..., torch.Tensor], samples: int) -> Iterable[Any]:
+    arguments = SimpleNamespace(
+        train_data=pattern, train_num_samples=samples, train_data_upsampling_factors=None, batch_size=BATCH,
+        workers=0, world_size=1, seed=0,
+    )  # fmt: skip
+    transform = open_clip.image_transform(TARGET, is_train=True)
+    data = open_clip_train.data.get_wds_dataset(arguments, transform, is_train=True, floor=True, tokenizer=tokenizer)
+    for images, _ in data.dataloader:
+        yield images
+
+
+def rates(batches: Iterable[Any]) -> tuple[float, float]:
+    """Samples per second and per CPU second of one epoch, from the first request on."""
+    wall, cpu, samples = time.perf_counter(), time.process_time(), 0
+    for images in batches:
+        samples += len(images)
+    return samples / (time.perf_counter() - wall), samples / (time.process_time() - cpu)
+
+
+def difference(contents: Iterable[bytes]) -> tuple[float, float]:
+    """Mean and largest mean absolute difference to open_clip's pixels given the same crop, in levels of 255."""
+    found = []
+    for seed, content in enumerate(contents):
+        image = open_image(content)
+        full = image.size
+        box = random_crop(full, (0.9, 1.0), random.Random(seed))
+        mine = resized_crop(image, box, (TARGET, TARGET)).permute(1, 2, 0).numpy().astype(float)
+        scale = round(full[0] / image.size[0])  # after a reduction the crop lies on the grid of the reduced image
+        grid = Box(*(min(round(edge / scale) * scale, most) for edge, most in zip(box, full * 2, strict=True)))
+        theirs = Image.open(io.BytesIO(content)).convert("RGB").crop(grid)
+        found.append(np.abs(mine - np.asarray(theirs.resize((TARGET, TARGET), Image.Resampling.BICUBIC))).mean())
+    return float(np.mean(found)), float(np.max(found))
+
+
+def bench_decoding(samples: int, different: int, repeats: int, sizes: Iterable[str]) -> list[dict[str, Any]]:
+    tokenizer = open_clip.get_tokenizer("ViT-B-32")
+    rows = []
+    print(f"{'images':<16}{'loader':<12}{'samples/s':>11}{'per CPU s':>11}{'ratio':>8}   difference to open_clip")
+    for name in sizes:
+        with tempfile.TemporaryDirectory() as directory:
+            pattern = write_photographs(Path(directory), SIZES[name], samples, different)
+            measured: dict[str, list[tuple[float, float]]] = {"open_clip": [], "leanclip": []}
+            for _ in range(repeats):
+                measured["open_clip"].append(rates(open_clips(pattern, tokenizer, samples)))
+                measured["leanclip"].append(rates(ours(pattern, tokenizer)))
+            source = Shards(pattern)
+            mean, most = difference(source.image_bytes(i) for i in range(min(different, 64)))
+        base = statistics.median(cpu for _, cpu in measured["open_clip"])
+        for loader, both in measured.items():
+            wall, cpu = (statistics.median(column) for column in zip(*both, strict=True))
+            row = {"what": f"decode {name}", "loader": loader, "per_second": round(wall, 1),
+                   "per_cpu_second": round(cpu, 1), "ratio": round(cpu / base, 2)}  # fmt: skip
+            if loader == "leanclip":
+                row |= {"difference_mean": round(mean, 3), "difference_max": round(most, 3)}
+            rows.append(row)
+            told = f"   mean {mean:.2f}/255, most {most:.2f}/255" if loader == "leanclip" else ""
+            print(f"{name:<16}{loader:<12}{wall:>11.1f}{cpu:>11.1f}{row['ratio']:>8.2f}{told}", flush=True)
+    return rows
+
+
+def write_tars(directory: Path, samples: int, payload: int) -> int:
+    """Many samples with little work: the headers differ, the payloads do not. Returns the bytes written."""
+
+    def header(name: bytes, size: int) -> bytes:
+        block = bytearray(512)
+        block[: len(name)] = name
+        block[100:148] = b"0000644\0" + b"0000000\0" * 2 + b"%011o\0" % size + b"00000000000\0"
+        block[148:157] = b" " * 8 + b"0"
+        block[257:265] = b"ustar\00000"
+        block[148:156] = b"%06o\0 " % sum(block)
+        return bytes(block)
+
+    def padded(content: bytes) -> bytes:
+        return content + bytes(-len(content) % 512)
+
+    image, caption = os.urandom(payload), b"a caption of an ordinary length, which a tar pads to 512 bytes"
+    image_body, caption_body = padded(image), padded(caption)
+    each = 10_000
+    written = 0
+    for shard in range(-(-samples // each)):
+        with (directory / f"{shard:05d}.tar").open("wb") as file:
+            for number in range(shard * each, min((shard + 1) * each, samples)):
+                file.write(header(b"%09d.jpg" % number, payload) + image_body)
+                file.write(header(b"%09d.txt" % number, len(caption)) + caption_body)
+            written += file.write(bytes(1024)) + file.tell() - 1024
+            file.flush()
+            os.fsync(file.fileno())
+    return written
+
+
+def forget(directory: Path) -> None:
+    """Drop the files from the page cache."""
+    for path in directory.glob("*.tar"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def timed(action: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def bench_index(samples: int, payload: int) -> list[dict[str, Any]]:
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        size = write_tars(directory, samples, payload)
+        shell = ["sh", "-c", f"cat {name}/*.tar > /dev/null"]
+        kept = directory / index.FILE
+
+        def build() -> None:
+            kept.unlink(missing_ok=True)
+            assert len(Shards(name)) == samples
+
+        for state in ("cold", "warm"):
+            for what, action in (("cat", lambda: subprocess.run(shell, check=True)), ("index", build)):
+                if state == "cold":
+                    forget(directory)
+                else:
+                    subprocess.run(shell, check=True)
+                seconds = timed(action)
+                rows.append({"what": f"{what} {samples} samples, {state}", "seconds": round(seconds, 3),
+                             "megabytes_per_second": round(size / 1e6 / seconds)})  # fmt: skip
+                print(f"{what:<6} {state}: {seconds:7.2f} s, {size / 1e6 / seconds:7.0f} MB/s of {size / 1e9:.2f} GB",
+                      flush=True)  # fmt: skip
+        if kept.is_file():
+            loaded = timed(lambda: Shards(name))
+            per_sample = kept.stat().st_size / samples
+            print(f"load: {loaded:.3f} s for {samples:,} samples, {per_sample:.1f} bytes a sample")
+            rows.append({"what": f"load {samples} samples", "seconds": round(loaded, 4),
+                         "bytes_per_sample": round(per_sample, 2)})  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few samples, nothing is stored")
+    parser.add_argument("--samples", type=int, default=2048, help="samples an epoch of each size of images")
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--repeats", type=int, default=5, help="epochs of each loader, in turn; the median counts")
+    parser.add_argument("--index-samples", type=int, default=1_000_000)
+    parser.add_argument("--index-payload", type=int, default=8192, help="bytes of each image that is indexed")
+    parser.add_argument("--skip-index", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.quick:
+        index.WORTH_KEEPING = 0
+        bench_decoding(128, 8, 1, ["256 px"])
+        bench_index(2000, 512)
+        return
+    rows = bench_decoding(arguments.samples, 256, arguments.repeats, arguments.sizes)
+    if not arguments.skip_index:
+        rows += bench_index(arguments.index_samples, arguments.index_payload)
+    facts = {
+        "version": leanclip.__version__,
+        "torch": torch.__version__,
+        "open_clip": open_clip.__version__,
+        "hardware": f"{platform.machine()} cpu, {os.cpu_count()} cores",
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*names, *facts])
+        writer.writeheader()
+        writer.writerows(row | facts for row in rows)
+    print(f"written: {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()

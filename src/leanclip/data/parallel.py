@@ -1,0 +1,97 @@
+"""Independent tasks over processes, with a count of what is done so far and no process left behind."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, TypeVar
+
+from leanclip.errors import UserError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+Tick = Callable[[], None]
+"""A task calls this once for each piece of its work that is done."""
+
+TICKS_AT_ONCE = 16
+POLL_SECONDS = 0.2
+
+
+def run_tasks(
+    function: Callable[[Task, Tick], Result], tasks: Sequence[Task], *, workers: int, progress: Callable[[int], None]
+) -> Iterator[Result]:
+    """The results as they come. `progress` is told the number of ticks since it was last told.
+
+    With one worker or one task all happens in this process; else `function` is pickled, once for each worker.
+    """
+    if workers <= 1 or len(tasks) <= 1:
+        for task in tasks:
+            yield function(task, lambda: progress(1))
+        return
+    workers = min(workers, len(tasks))
+    context = multiprocessing.get_context("forkserver")  # a fork would copy threads that hold locks
+    context.set_forkserver_preload([__name__])
+    count, stop = context.Value("q", 0), context.Event()
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (function, count, stop))
+    seen = 0
+    waiting = iter(tasks)
+    running: set[Future[Result]] = set()
+    try:
+        while True:
+            while len(running) < 2 * workers and (task := next(waiting, None)) is not None:
+                running.add(pool.submit(_run_task, task))
+            if not running:
+                return
+            done, running = wait(running, POLL_SECONDS, FIRST_COMPLETED)
+            progress(count.value - seen)
+            seen = count.value
+            for future in done:
+                yield future.result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            "a worker process died, perhaps for want of memory; run the command again, with fewer --workers"
+        ) from error
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+
+
+class _Stopped(Exception):  # noqa: N818
+    """The result of this task is no longer wanted."""
+
+
+_function: Callable[..., Any]
+_tick: Tick
+
+
+def _start_worker(function: Callable[..., Any], count: Any, stop: Any) -> None:
+    global _function, _tick
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and says when to stop
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks
+        ticks += 1
+        if ticks == TICKS_AT_ONCE:
+            with count.get_lock():
+                count.value += ticks
+            ticks = 0
+            if stop.is_set():
+                raise _Stopped
+
+    _function, _tick = function, tick
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # a parent that was killed could not say goodbye
+
+
+def _run_task(task: Any) -> Any:
+    return _function(task, _tick)

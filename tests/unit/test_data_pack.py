@@ -1,0 +1,401 @@
+"""Packing: hostile input, being stopped, being called again, processes."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from data_forms import bundled, make_coco, make_csv, make_folder, make_parquet_bytes, write_images, write_table
+from in_workers import die, square
+from PIL import Image
+from pyarrow import parquet
+
+from leanclip.cli import main
+from leanclip.data import BrokenSample, Shards
+from leanclip.data.coco import Coco
+from leanclip.data.folder import Folder
+from leanclip.data.pack import PackConfig, pack
+from leanclip.data.parallel import run_tasks
+from leanclip.data.parquet import Parquet
+from leanclip.data.synthetic import Synthetic
+from leanclip.data.table import Table
+from leanclip.errors import UserError
+
+
+def command(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(["data", "pack", *(str(argument) for argument in arguments)])
+    return stop.value.code
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.tar")}
+
+
+def encoded(image: Image.Image, kind: str, **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def photograph(width: int, height: int) -> Image.Image:
+    coarse = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def test_the_same_input_gives_the_same_bytes_whoever_writes_them(tmp_path):
+    table = make_csv(tmp_path / "data", 20)
+    config = PackConfig(samples_per_shard=6)
+    counted = []
+    one = pack(Table(table), tmp_path / "one", config, progress=counted.append)
+    two = pack(Table(table), tmp_path / "two", config, workers=2)
+    assert one == two and one.samples == 20 and one.shards == 4
+    assert sum(counted) == 20
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    with tarfile.open(tmp_path / "one" / "00003.tar") as archive:
+        assert archive.getnames() == ["000000018.jpg", "000000018.txt", "000000019.jpg", "000000019.txt"]
+        assert {(entry.mtime, entry.uid, entry.mode) for entry in archive} == {(0, 0, 0o644)}
+
+
+def test_finished_shards_stay_and_lost_ones_come_back(tmp_path, capsys):
+    table, out = make_csv(tmp_path / "data", 12), tmp_path / "out"
+    arguments = (table, out, "--samples-per-shard", "4", "--workers", "1")
+    assert command(*arguments) == 0
+    before = contents(out)
+    written = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
+    (out / "00001.tar").unlink()
+    (out / "00002.tar").write_bytes(b"short")
+    (out / "00002.tar.partial").write_bytes(b"left behind")
+    with (out / "pack.jsonl").open("a") as file:
+        file.write('\0\0\n{"shard": 7, "samp')
+    capsys.readouterr()
+    assert command(*arguments) == 0
+    assert "3 (1 were there)" in capsys.readouterr().out
+    assert contents(out) == before
+    assert (out / "00000.tar").stat().st_mtime_ns == written["00000.tar"]
+    assert not list(out.glob("*.partial"))
+    assert command(*arguments) == 0
+    assert "3 (3 were there)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_killed_in_the_middle_it_goes_on(tmp_path, workers):
+    out = tmp_path / "out"
+    arguments = ["data", "pack", "synthetic:500:jpeg", str(out), "--samples-per-shard", "5", "--workers", workers]
+    process = subprocess.Popen([sys.executable, "-m", "leanclip", *arguments], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while len(list(out.glob("*.tar"))) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+    finally:
+        process.kill()  # only the parent: its workers must see it
+        process.wait()
+    there = len(list(out.glob("*.tar")))
+    assert 3 <= there < 100
+    if workers == "2":
+        while alive(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not alive(process.pid)
+    summary = pack(Synthetic(500, jpeg=True), out, PackConfig(samples_per_shard=5), workers=1)
+    assert 0 < summary.already_there <= there and summary.samples == 500
+    whole = pack(Synthetic(500, jpeg=True), tmp_path / "whole", PackConfig(samples_per_shard=5))
+    assert whole.samples == 500
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def alive(group: int) -> bool:
+    """Whether a process of the group still runs; one that nobody has buried yet does not."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, member_of, *_ = path.read_text().rpartition(")")[2].split()
+            if int(member_of) == group and state not in "ZX":
+                return True
+    return False
+
+
+def test_other_data_or_settings_are_refused(tmp_path):
+    table, out = make_csv(tmp_path / "data", 8), tmp_path / "out"
+    pack(Table(table), out, PackConfig(samples_per_shard=4))
+    with pytest.raises(UserError, match="begun with --samples-per-shard 4, not 5"):
+        pack(Table(table), out, PackConfig(samples_per_shard=5))
+    with pytest.raises(UserError, match="begun with --max-size None, not 16"):
+        pack(Table(table), out, PackConfig(samples_per_shard=4, max_size=16))
+    with pytest.raises(UserError, match="other data, or they changed since"):
+        pack(Table(table, caption_key="filepath"), out, PackConfig(samples_per_shard=4))
+    with table.open("a") as file:
+        file.write("images/000.jpg,one more\n")
+    with pytest.raises(UserError, match="other data, or they changed since"):
+        pack(Table(table), out, PackConfig(samples_per_shard=4))
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "mine.tar").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"holds tar files and no pack\.jsonl"):
+        pack(Table(table), tmp_path / "foreign", PackConfig())
+
+
+def test_a_damaged_journal_is_named(tmp_path):
+    (tmp_path / "pack.jsonl").write_text("[1]\n")
+    with pytest.raises(UserError, match=r"pack\.jsonl is damaged"):
+        pack(Synthetic(3), tmp_path, PackConfig())
+
+
+def test_two_at_once_are_refused(tmp_path):
+    class Slow(Synthetic):
+        def captions(self, index):
+            if index == 0:
+                with pytest.raises(UserError, match="another `leanclip data pack` writes"):
+                    pack(Synthetic(3), tmp_path, PackConfig())
+            return super().captions(index)
+
+    assert pack(Slow(3), tmp_path, PackConfig()).samples == 3
+
+
+def hostile_table(folder: Path) -> Path:
+    """Six good rows and one of each kind of bad ones."""
+    pairs = write_images(folder, 6)
+    whole = (folder / pairs[0][0]).read_bytes()
+    (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "empty.jpg").touch()
+    (folder / "text.jpg").write_text("no picture")
+    (folder / "directory.jpg").mkdir()
+    bad = ["cut.jpg", "empty.jpg", "text.jpg", "directory.jpg", "gone.jpg", "", "../../gone.jpg"]
+    table = write_table(folder / "pairs.csv", [*pairs, *((name, "a kite") for name in bad), (pairs[0][0], " ")])
+    with table.open("ab") as file:
+        file.write(b"000.jpg,caf\xe9\n000.jpg,one,too many\n")
+    return table
+
+
+def test_broken_samples_are_left_out_counted_and_named(tmp_path, capsys):
+    table, out = hostile_table(tmp_path / "data"), tmp_path / "out"
+    assert command(table, out, "--workers", "1", "--max-broken", "0.7") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for kind, count in {"image": 2, "no image": 4, "empty": 2, "encoding": 1, "row": 1}.items():
+        assert f"left out: {kind} │ {count}, such as" in shown
+    packed = Shards(str(out))
+    assert [(packed.image_bytes(i), packed.captions(i)[0]) for i in range(len(packed))] == bundled(6)
+
+
+def test_too_many_broken_samples_are_exit_code_1(tmp_path, capsys):
+    table = hostile_table(tmp_path / "data")
+    assert command(table, tmp_path / "out", "--workers", "1") == 1
+    assert "62.5% of the samples were left out, more than --max-broken 1.0%" in capsys.readouterr().err
+
+
+def test_on_broken_stop_stops_at_the_sample(tmp_path, capsys):
+    table, out = hostile_table(tmp_path / "data"), tmp_path / "out"
+    for workers in ("1", "2"):
+        stop = ("--on-broken", "stop", "--workers", workers, "--samples-per-shard", "2")
+        assert command(table, out, *stop) == 2
+        assert "mend it, or leave such samples out" in capsys.readouterr().err
+    assert not (out / "00003.tar").exists()
+    assert command(table, out, "--samples-per-shard", "2", "--max-broken", "1", "--workers", "1") == 0
+
+
+def test_large_images_are_made_smaller_and_odd_ones_readable(tmp_path):
+    (tmp_path / "data").mkdir()
+    palette = photograph(90, 60).convert("P")
+    images = {
+        "a.jpg": encoded(photograph(400, 300), "JPEG", quality=95),
+        "b.png": encoded(photograph(64, 200).convert("RGBA"), "PNG"),
+        "c.webp": encoded(photograph(120, 120), "WEBP"),
+        "d.gif": encoded(palette, "GIF"),
+        "e.bmp": encoded(photograph(30, 20), "BMP"),
+        "f.jpg": encoded(photograph(300, 200).convert("CMYK"), "JPEG"),
+        "g.jpg": encoded(photograph(40, 50), "JPEG"),
+    }
+    for name, content in images.items():
+        (tmp_path / "data" / name).write_bytes(content)
+        (tmp_path / "data" / name).with_suffix(".txt").write_text(name)
+    summary = pack(Folder(tmp_path / "data"), tmp_path / "out", PackConfig(max_size=50))
+    assert summary.samples == len(images) and not summary.skipped
+    packed = Shards(str(tmp_path / "out"))
+    found = {}
+    for index in range(len(packed)):
+        with Image.open(io.BytesIO(packed.image_bytes(index))) as image:
+            found[packed.captions(index)[0]] = (image.format, image.size, image.mode)
+    assert found == {
+        "a.jpg": ("JPEG", (67, 50), "RGB"),
+        "b.png": ("PNG", (50, 156), "RGBA"),
+        "c.webp": ("WEBP", (50, 50), "RGB"),
+        "d.gif": ("PNG", (75, 50), "RGB"),
+        "e.bmp": ("PNG", (30, 20), "RGB"),
+        "f.jpg": ("JPEG", (75, 50), "RGB"),
+        "g.jpg": ("JPEG", (40, 50), "RGB"),
+    }
+    assert packed.image_bytes(6) == images["g.jpg"]
+    with Image.open(io.BytesIO(packed.image_bytes(0))) as small:
+        expected = encoded(photograph(400, 300).resize((67, 50), Image.Resampling.BICUBIC), "JPEG", quality=90)
+        difference = np.asarray(small, float) - np.asarray(Image.open(io.BytesIO(expected)), float)
+        assert np.abs(difference).mean() < 2
+
+
+def test_an_image_bomb_is_a_broken_sample(tmp_path, monkeypatch):
+    monkeypatch.setattr("leanclip.data.decode.MOST_PIXELS", 1000)
+    pairs = write_images(tmp_path / "data", 2)
+    small = encoded(photograph(20, 20), "PNG")
+    (tmp_path / "data" / "small.png").write_bytes(small)
+    table = write_table(tmp_path / "data" / "pairs.csv", [*pairs, ("small.png", "a kite")])
+    summary = pack(Table(table), tmp_path / "out", PackConfig())
+    assert summary.samples == 1 and summary.skipped == {"huge": 2}
+
+
+def test_lists_may_not_lead_out_of_their_folder(tmp_path):
+    write_images(tmp_path, 3)
+    (tmp_path / "data").mkdir()
+    rows = [("../000.jpg", "out"), (str(tmp_path / "001.jpg"), "absolute"), ("x/../../002.jpg", "around")]
+    write_table(tmp_path / "data" / "captions.csv", rows, header=("file_name", "caption"))
+    folder = Folder(tmp_path / "data")
+    assert len(folder) == 3
+    for index in range(3):
+        with pytest.raises(BrokenSample, match="below its folder"):
+            folder.image_bytes(index)
+    coco = make_coco(tmp_path / "coco", 2)
+    content = json.loads(coco.read_text())
+    content["images"][1]["file_name"] = "../../000.jpg"
+    coco.write_text(json.dumps(content))
+    with pytest.raises(BrokenSample, match="below its folder"):
+        Coco(coco).image_bytes(1)
+
+
+def test_a_folder_counts_what_belongs_to_nothing(tmp_path):
+    data = make_folder(tmp_path, 6)
+    (data / "001.txt").unlink()
+    (data / "003.txt").write_bytes(b"caf\xe9")
+    (data / "metadata.jsonl").write_text('{"file_name": "gone.jpg", "caption": "a kite"}\n')
+    summary = pack(Folder(data), tmp_path / "out", PackConfig())
+    assert summary.samples == 4 and summary.skipped == {"no caption": 1, "encoding": 1, "no image": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metadata.jsonl", '{"file_name": "a.jpg"}', 'line 1: expected {"file_name"'),
+        ("metadata.jsonl", "not json", "line 1: expected"),
+        ("captions.csv", "a.jpg,a kite\n", "first line must name the columns"),
+        ("captions.txt", "a.jpg a kite\n", "first line must name the columns"),
+        ("captions.csv", "file_name,caption\na.jpg\n", "row 1: expected a name and a caption"),
+    ],
+)
+def test_bad_lists_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        Folder(tmp_path)
+
+
+def test_tokens_of_flickr_are_read(tmp_path):
+    pairs = write_images(tmp_path, 2)
+    lines = [f"{name}#{number}\t{caption} {number}" for name, caption in pairs for number in range(2)]
+    (tmp_path / "captions.txt").write_text("\n".join(lines), encoding="utf-8")
+    folder = Folder(tmp_path)
+    assert folder.captions(1) == [f"{pairs[1][1]} 0", f"{pairs[1][1]} 1"]
+
+
+def test_coco_with_ids_twice_and_lost_captions(tmp_path):
+    path = make_coco(tmp_path / "coco", 4)
+    content = json.loads(path.read_text())
+    content["images"][3]["id"] = 0
+    content["annotations"] = [entry for entry in content["annotations"] if entry["image_id"] != 1]
+    path.write_text(json.dumps(content))
+    source = Coco(path)
+    assert source.notes == ("2 captions belong to images that the file does not list",)
+    summary = pack(source, tmp_path / "out", PackConfig())
+    assert summary.samples == 2 and summary.skipped == {"no caption": 1, "duplicate key": 1}
+    path.write_text("[]")
+    with pytest.raises(UserError, match="no COCO captions file"):
+        Coco(path)
+
+
+def test_coco_pictures_are_looked_for_and_asked_for(tmp_path):
+    path = make_coco(tmp_path / "coco", 2)
+    (tmp_path / "coco" / "val2017").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="say where they are with --images"):
+        Coco(path)
+    assert command(path, tmp_path / "out", "--images", tmp_path / "elsewhere", "--workers", "1") == 0
+
+
+def test_parquet_is_read_in_any_order(tmp_path):
+    source = Parquet(make_parquet_bytes(tmp_path, 12))
+    expected = bundled(12)
+    for index in (3, 3, 4, 11, 0, 5, 6, 2):
+        assert (source.image_bytes(index), source.captions(index)[0]) == expected[index]
+    assert source.name(7) == f"row 2 of {tmp_path / '1.parquet'}"
+
+
+def test_bad_parquet_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = {"picture": [b"x", None], "caption": pyarrow.array([b"caf\xe9", None]), "n": [1, 2]}
+    parquet.write_table(pyarrow.table(rows), path)
+    with pytest.raises(
+        UserError, match=r"no image column that is known; its columns are picture, caption, n .*--image-key"
+    ):
+        Parquet(path)
+    source = Parquet(path, image_key="picture")
+    for index, kind in enumerate(["encoding", "no caption"]):
+        with pytest.raises(BrokenSample) as broken:
+            source.captions(index)
+        assert broken.value.kind == kind
+    with pytest.raises(BrokenSample, match="names no image"):
+        source.image_bytes(1)
+    with pytest.raises(UserError, match="no column missing; its columns are picture"):
+        Parquet(path, image_key="picture", caption_key="missing")
+    path.write_bytes(b"PAR1 not really")
+    with pytest.raises(UserError, match="is not a parquet file"):
+        Parquet(path)
+    with pytest.raises(UserError, match="no such file"):
+        Parquet(tmp_path / "*.pq")
+
+
+def test_a_damaged_parquet_file_loses_rows_and_says_so(tmp_path):
+    make_parquet_bytes(tmp_path / "data", 12)
+    path = tmp_path / "data" / "0.parquet"
+    content = bytearray(path.read_bytes())
+    content[8:40] = bytes(32)  # the first page's header
+    path.write_bytes(content)
+    summary = pack(Parquet(tmp_path / "data"), tmp_path / "out", PackConfig())
+    assert summary.samples + sum(summary.skipped.values()) == 12
+    assert summary.skipped.get("row", 0) == 5  # its row group
+
+
+def test_without_pyarrow_the_command_to_install_it_is_given(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"pip install 'leanclip\[parquet\]'"):
+        Parquet(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gone", "out"], "no such file or folder: gone"),
+        (["gone.json", "out"], "no such file: gone.json"),
+        (["{here}/notes.md", "out"], "give --format csv, parquet, folder or coco"),
+        (["{here}", "out"], "no images in"),
+        (["{here}", "out", "--image-key", "x"], "are for csv and parquet, not for folder"),
+        (["synthetic:5", "out", "--samples-per-shard", "0"], "samples_per_shard is 0"),
+        (["synthetic:5", "{here}/notes.md/out"], "cannot write to"),
+        (["synthetic:5", "out", "--workers", "-1"], "--workers is -1"),
+    ],
+)
+def test_mistakes_end_in_one_line(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "notes.md").touch()
+    assert command(*(argument.replace("{here}", "here") for argument in arguments)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_tasks_are_done_by_processes():
+    assert sorted(run_tasks(square, range(40), workers=2, progress=lambda _: None)) == [i * i for i in range(40)]
+
+
+def test_a_worker_that_dies_ends_the_command(capfd):
+    with pytest.raises(UserError, match="fewer --workers"):
+        list(run_tasks(die, [1, 2], workers=2, progress=lambda _: None))
+    assert "Traceback" not in capfd.readouterr().err
