@@ -228,3 +228,15 @@ def test_factors_lengthen_the_epoch(data):
         DataConfig(val_split=0.1, shuffle="blocks")
     with pytest.raises(ValueError, match="give numbers, as 2::1"):
         DataConfig(train_data_upsampling_factors="2:1")
+
+
+def test_evaluation_leaves_broken_samples_out_and_says_so(data, tmp_path, capsys):
+    common = ["--train-data", data, "--val-data", data, "--logs", tmp_path, *FEW, "--workers", 0, "--max-steps", 3]
+    assert train(*common, "--name", "run") == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["metrics"]["images"] for line in lines if line["kind"] == "eval"] == [77, 77]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(["evaluate", str(tmp_path / "run"), "--device", "cpu"])
+    assert stop.value.code == 0
+    assert "3 held-out samples could not be used" in capsys.readouterr().out
