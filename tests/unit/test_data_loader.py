@@ -10,7 +10,7 @@ import torch
 from shard_files import picture, sound, tokenizer, write_shard
 
 from leanclip.cli import main
-from leanclip.data import BrokenCount, DataConfig, Shards, TrainingLoader, open_datasets
+from leanclip.data import BrokenCount, DataConfig, Shards, TrainingLoader, open_datasets, open_validation
 from leanclip.data.decode import TrainingTransform
 from leanclip.data.order import Once, Weighted
 from leanclip.distributed import Ranks
@@ -176,6 +176,21 @@ def test_shards_added_later_leave_old_ids_alone(data, tmp_path):
     write_shard(shards / "00-before-all.tar", sound(20, start=100))
     assert train(*common, "--name", "run", "--resume", "latest", "--epochs", 4) == 0
     assert bases(tmp_path / "run") == [("0.tar", 0), ("1.tar", 40), ("00-before-all.tar", 80)]
+
+
+def test_a_split_stays_when_shards_are_added(data, tmp_path):
+    shards = tmp_path / "shards"
+    shutil.copytree(data, shards)
+    config = DataConfig(train_data=str(shards), val_split=0.2)
+    before = open_datasets(config, seed=0)
+    assert before.val is not None
+    manifest = before.train.source.manifest()
+    write_shard(shards / "00-before-all.tar", sound(20, start=100))
+    held_out, _ = open_validation(config, seed=0, manifest=manifest)
+    assert held_out is not None and (held_out.ids == before.val.ids).all()
+    assert held_out.source.captions(45) == before.val.source.captions(45)
+    with pytest.raises(UserError, match="shards were added, and --val-split"):
+        open_datasets(config, seed=0, manifest=manifest)
 
 
 @pytest.mark.parametrize("change", ["changed", "removed"])
