@@ -253,9 +253,9 @@ def bench_index(samples: int, payload: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few samples, nothing is stored")
-    parser.add_argument("--samples", type=int, default=2048, help="samples an epoch of each size of images")
+    parser.add_argument("--samples", type=int, default=1024, help="samples an epoch of each size of images")
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--repeats", type=int, default=5, help="epochs of each loader, in turn; the median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="epochs of each loader, in turn; the median counts")
     parser.add_argument("--index-samples", type=int, default=1_000_000)
     parser.add_argument("--index-payload", type=int, default=8192, help="bytes of each image that is indexed")
     parser.add_argument("--skip-index", action="store_true")
@@ -266,7 +266,7 @@ def main() -> None:
         bench_decoding(128, 8, 1, ["256 px"])
         bench_index(2000, 512)
         return
-    rows = bench_decoding(arguments.samples, 256, arguments.repeats, arguments.sizes)
+    rows = bench_decoding(arguments.samples, 64, arguments.repeats, arguments.sizes)
     if not arguments.skip_index:
         rows += bench_index(arguments.index_samples, arguments.index_payload)
     facts = {

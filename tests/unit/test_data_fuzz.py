@@ -114,8 +114,9 @@ def test_damaged_shards_end_in_counted_samples_or_a_clear_error():
 
 
 @pytest.mark.slow
-def test_many_more_damaged_shards():
-    assert sum(fuzz(40_000, seed=1_000_000).values()) == 40_000
+@pytest.mark.parametrize("part", range(4))
+def test_many_more_damaged_shards(part):
+    assert set(fuzz(10_000, seed=1_000_000 + 10_000 * part)) == {"whole", "broken", "error"}
 
 
 @pytest.mark.parametrize("content", [b"", b"x", bytes(512), bytes(10240), b"\xff" * 5000, b"hello " * 1000])

@@ -105,6 +105,33 @@ def test_bad_samples_that_show_when_read(tmp_path):
     assert shards.captions(9) == ["from the text"]
 
 
+@pytest.mark.parametrize(
+    "size", [b"-0000002000\0", b"-00000002000", b"\xff" * 12, b"\x80" + b"\xff" * 11, b"77777777777\0"]
+)
+def test_a_hostile_size_does_not_lead_the_walk_astray(size):
+    """With a checksum that holds: sizes that point backwards, or beyond everything."""
+    content = bytearray(shard_bytes(sound(3)))
+    block = content.index(b"00001.txt")
+    content[block + 124 : block + 136] = size
+    content[block + 148 : block + 156] = b" " * 8
+    content[block + 148 : block + 156] = b"%06o\0 " % sum(content[block : block + 512])
+    found = scanned(bytes(content))
+    assert 1 <= len(found.table) < 3 and found.broken
+
+
+def test_sizes_of_twelve_digits_and_of_binary_numbers_are_read():
+    for field in (b"%012o", None):
+        content = bytearray(shard_bytes(sound(3)))
+        block = content.index(b"00001.txt")
+        length = len(b"picture number 1")
+        written = b"\x80" + length.to_bytes(11, "big") if field is None else field % length
+        content[block + 124 : block + 136] = written
+        content[block + 148 : block + 156] = b" " * 8
+        content[block + 148 : block + 156] = b"%06o\0 " % sum(content[block : block + 512])
+        found = scanned(bytes(content))
+        assert len(found.table) == 3 and not found.broken and found.table[1, TXT + 1] == length
+
+
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_a_cut_tar_gives_what_stands_before_the_cut(tmp_path, share):
     content = shard_bytes(sound(20))

@@ -10,7 +10,7 @@ import torch
 from shard_files import picture, sound, tokenizer, write_shard
 
 from leanclip.cli import main
-from leanclip.data import BrokenCount, DataConfig, Shards, TrainingLoader, open_datasets
+from leanclip.data import BrokenCount, DataConfig, Shards, TrainingLoader, open_datasets, open_validation
 from leanclip.data.decode import TrainingTransform
 from leanclip.data.order import Once, Weighted
 from leanclip.distributed import Ranks
@@ -178,6 +178,21 @@ def test_shards_added_later_leave_old_ids_alone(data, tmp_path):
     assert bases(tmp_path / "run") == [("0.tar", 0), ("1.tar", 40), ("00-before-all.tar", 80)]
 
 
+def test_a_split_stays_when_shards_are_added(data, tmp_path):
+    shards = tmp_path / "shards"
+    shutil.copytree(data, shards)
+    config = DataConfig(train_data=str(shards), val_split=0.2)
+    before = open_datasets(config, seed=0)
+    assert before.val is not None
+    manifest = before.train.source.manifest()
+    write_shard(shards / "00-before-all.tar", sound(20, start=100))
+    held_out, _ = open_validation(config, seed=0, manifest=manifest)
+    assert held_out is not None and (held_out.ids == before.val.ids).all()
+    assert held_out.source.captions(45) == before.val.source.captions(45)
+    with pytest.raises(UserError, match="shards were added, and --val-split"):
+        open_datasets(config, seed=0, manifest=manifest)
+
+
 @pytest.mark.parametrize("change", ["changed", "removed"])
 def test_a_shard_that_changed_is_named_on_resume(data, tmp_path, change, capsys):
     shards = tmp_path / "shards"
@@ -228,3 +243,15 @@ def test_factors_lengthen_the_epoch(data):
         DataConfig(val_split=0.1, shuffle="blocks")
     with pytest.raises(ValueError, match="give numbers, as 2::1"):
         DataConfig(train_data_upsampling_factors="2:1")
+
+
+def test_evaluation_leaves_broken_samples_out_and_says_so(data, tmp_path, capsys):
+    common = ["--train-data", data, "--val-data", data, "--logs", tmp_path, *FEW, "--workers", 0, "--max-steps", 3]
+    assert train(*common, "--name", "run") == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["metrics"]["images"] for line in lines if line["kind"] == "eval"] == [77, 77]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(["evaluate", str(tmp_path / "run"), "--device", "cpu"])
+    assert stop.value.code == 0
+    assert "3 held-out samples could not be used" in capsys.readouterr().out

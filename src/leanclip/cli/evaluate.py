@@ -52,7 +52,7 @@ def run(arguments: list[str]) -> None:
     with console.status("embedding") if console.is_terminal else contextlib.nullcontext():
         embedded = embed(model, subset, device=device, autocast=contextlib.nullcontext())
     metrics = dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text))
-    table = Table(title=f"{directory}: {len(subset)} held-out images, {len(embedded.captions)} captions")
+    table = Table(title=f"{directory}: {len(embedded.ids)} held-out images, {len(embedded.captions)} captions")
     for heading in ("direction", "recall@1", "recall@5", "recall@10"):
         table.add_column(heading, justify="left" if heading == "direction" else "right")
     for direction in ("image_to_text", "text_to_image"):

@@ -61,6 +61,8 @@ def open_datasets(config: DataConfig, *, seed: int, manifest: Manifest | None = 
     if config.val_split:
         if weighted:
             raise UserError("--val-split does not go with --train-data-upsampling-factors; hold out with --val-data")
+        if _known(manifest, source) < len(source):
+            raise UserError("shards were added, and --val-split would hold out others than before; start a new run")
         kept = _split(len(source), config.val_split, seed)
         return Datasets(TrainingSet(source, kept), Subset(source, kept.held_out_ids()), _note(config))
     val, note = open_validation(config, seed=seed)
@@ -74,7 +76,7 @@ def open_validation(
     """The held-out data alone, and the note that goes with figures on them."""
     if config.val_split:
         source = _train_source(config, manifest)
-        return Subset(source, _split(len(source), config.val_split, seed).held_out_ids()), _note(config)
+        return Subset(source, _split(_known(manifest, source), config.val_split, seed).held_out_ids()), _note(config)
     if config.val_data is None and config.train_data is not None:
         return None, None
     source = open_source(config.val_data or str(BUNDLED / "val-*.tar"), config)
@@ -133,6 +135,11 @@ def _note(config: DataConfig) -> str | None:
 def _train_source(config: DataConfig, manifest: Manifest | None) -> Source:
     data = str(BUNDLED / "train-*.tar") if config.train_data is None else config.train_data
     return open_source(data, config, factors=config.upsampling_factors, manifest=manifest)
+
+
+def _known(manifest: Manifest | None, source: Source) -> int:
+    """How many samples the run began with: their ids come first."""
+    return len(source) if manifest is None else sum(int(entry["count"]) for entry in manifest)
 
 
 def _split(count: int, share: float, seed: int) -> Kept:

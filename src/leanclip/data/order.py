@@ -6,6 +6,7 @@ Nothing here holds n numbers: a position is mapped to an id by computing, not by
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -178,9 +179,9 @@ class Order:
         Different slots of a batch get different ids this way, whoever asks, so ranks need not talk about it.
         """
         taken = set(self.batch_ids(epoch, step)[0].tolist()) if self.repeats else set()
-        others = [(step + ahead) % self.steps * self.batch + slot for ahead in range(1, self.steps)]
-        leftover = self.steps * self.batch + slot
-        for position in [*others, leftover] if leftover < len(self.visits) else others:
+        others = ((step + ahead) % self.steps * self.batch + slot for ahead in range(1, self.steps))
+        leftover = range(self.steps * self.batch + slot, len(self.visits))[:1]
+        for position in chain(others, leftover):
             ids, copies = self._at(epoch, np.array([position]))
             if copies[0] == 0 and int(ids[0]) not in taken:
                 yield int(ids[0])

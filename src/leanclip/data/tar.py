@@ -135,9 +135,9 @@ class _Walk:
                 checksum, field = _CHECKSUMS[header[148:156]]
                 declared = int(header[124:135], 8)
                 # The low half of Adler-32 is 1 plus the sum of the bytes, modulo 65521, at the speed of C.
-                sound = not ((total & 0xFFFF) - field - checksum) % ADLER and header[124] < 128
-            except (KeyError, ValueError):
-                sound = False
+                sound = not ((total & 0xFFFF) - field - checksum) % ADLER and declared >= 0 and header[135] in b"\0 "
+            except ValueError:
+                sound = False  # or written in another way
             if not sound:
                 if not header[0] and not any(header):
                     position = self._after_zeros(position)
