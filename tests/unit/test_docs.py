@@ -10,6 +10,7 @@ import pytest
 from leanclip.cli import COMMANDS
 from leanclip.cli.data import CheckCommand, PackCommand
 from leanclip.cli.evaluate import EvaluateCommand
+from leanclip.cli.export import ExportCommand
 from leanclip.cli.report import ReportCommand
 from leanclip.cli.selftest import SelftestCommand
 from leanclip.cli.train import TrainCommand
@@ -38,6 +39,7 @@ def flags() -> dict[str, set[str]]:
         "train": train | flags_of(TrainCommand) - {"settings"},
         "evaluate": flags_of(EvaluateCommand),
         "data": flags_of(PackCommand) | flags_of(CheckCommand),
+        "export": flags_of(ExportCommand),
         "report": flags_of(ReportCommand),
         "selftest": flags_of(SelftestCommand),
     }

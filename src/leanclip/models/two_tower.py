@@ -151,6 +151,31 @@ def load_model(directory: Path) -> TwoTower:
     return _build(str(directory), saved["model_cfg"], directory / WEIGHTS_FILE, saved["preprocess_cfg"])
 
 
+def model_from_file(config: dict[str, Any], weights: Path, preprocess: dict[str, Any]) -> TwoTower:
+    """The model of an architecture, with the weights of a file."""
+    return _build(weights.name, config, weights, preprocess)
+
+
+def architecture_name(config: dict[str, Any]) -> str | None:
+    """open_clip's own name of an architecture, if it has one."""
+    ours = {path.stem for path in (Path(__file__).parent / "configs").glob("*.json")}
+    wanted = json.loads(json.dumps(config))
+    names = (name for name in open_clip.list_models() if name not in ours)
+    return next((name for name in names if open_clip.get_model_config(name) == wanted), None)
+
+
+def loading_options(preprocess: PreprocessCfg) -> dict[str, Any]:
+    """What open_clip must be told of the preprocessing, because the weights alone do not say it."""
+    usual = PreprocessCfg()
+    named = {"mean": "image_mean", "std": "image_std", "interpolation": "image_interpolation"}
+    named |= {"resize_mode": "image_resize_mode"}
+    return {
+        option: value
+        for name, option in named.items()
+        if tuple(value := getattr(preprocess, name)) != tuple(getattr(usual, name))
+    }
+
+
 def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
     """The name and open_clip config of a model given by name or by config file."""
     config: Any
