@@ -24,8 +24,8 @@ def test_tasks_of_srun_train_together(tmp_path):
     for task in range(2):
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         environment |= {
-            "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task), "SLURM_STEP_NUM_TASKS": "2", "OMP_NUM_THREADS": "1",
-            "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task), "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         tasks.append(
             subprocess.Popen(
