@@ -16,9 +16,7 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "slurm").glob("*.sba
 
 
 def test_tasks_of_srun_train_together(tmp_path):
-    command = (
-        "train --max-steps 2 --global-batch-size 33 --eval-every 0 --device cpu --workers 0".split()
-    )
+    command = "train --max-steps 2 --global-batch-size 33 --eval-every 0 --device cpu --workers 0".split()
     command += f"--name slurm --logs {tmp_path} --dist-timeout 60".split()
     tasks = []
     for task in range(2):
