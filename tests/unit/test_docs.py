@@ -11,6 +11,7 @@ from leanclip.cli import COMMANDS
 from leanclip.cli.data import CheckCommand, PackCommand
 from leanclip.cli.evaluate import EvaluateCommand
 from leanclip.cli.export import ExportCommand
+from leanclip.cli.openclip_flags import FLAGS
 from leanclip.cli.report import ReportCommand
 from leanclip.cli.selftest import SelftestCommand
 from leanclip.cli.train import TrainCommand
@@ -26,7 +27,8 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
 
 # Named in the documentation because OpenCLIP has them or other programs do, not because we do.
 FOREIGN_FLAGS = {
-    "sort", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "local-loss", "gather-with-grad",
+    "sort", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint",
+    *FLAG.findall(" ".join(f"--{flag.name}" for flag in FLAGS)),
 }  # fmt: skip
 
 

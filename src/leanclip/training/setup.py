@@ -221,6 +221,6 @@ def _starting_temperature(config: TrainConfig, model: TwoTower) -> LossConfig:
 
 def _lock(model: TwoTower, config: TrainConfig) -> None:
     if config.model.lock_image:
-        model.lock_image()
+        model.lock_image(config.model.lock_image_unlocked_groups)
     if config.model.lock_text:
-        model.lock_text()
+        model.lock_text(config.model.lock_text_unlocked_layers)
