@@ -106,8 +106,8 @@ def test_a_line_of_leanclips_own_stays_as_it_is():
 
 def test_data_are_named_the_openclip_way():
     config, notes = settings(
-        "--train-data 'pipe:aws s3 cp s3://b/cc3m/{00000..00329}.tar -::/data/x.tar' --val-data 'pipe:cat gs://b/v.tar'"
-        " --dataset-type webdataset --train-num-samples 4e8"
+        "--train-data 'pipe:aws s3 cp s3://b/cc3m/{00000..00329}.tar -::/data/x.tar' "
+        "--val-data 'pipe:cat gs://b/v.tar' --dataset-type webdataset --train-num-samples 4e8"
     )
     assert config.data.train_data == "s3://b/cc3m/{00000..00329}.tar::/data/x.tar"
     assert config.data.val_data == "gs://b/v.tar" and config.data.train_num_samples == 400_000_000
@@ -206,7 +206,8 @@ DOCUMENTED = {
     "one node": """--train-data 'TARS' --train-num-samples 10968539 --dataset-type webdataset --batch-size 320
         --precision amp --workers 4 --imagenet-val IMAGENET""",
     "slurm": """--save-frequency 1 --report-to tensorboard --train-data="TARS" --warmup 2000 --batch-size=256
-        --epochs=32 --workers=8 --model ViT-B-32 --name "ViT-B-32-Vanilla" --seed 0 --local-loss --gather-with-grad""",
+        --epochs=32 --workers=8 --model ViT-B-32 --name "ViT-B-32-Vanilla" --seed 0 --local-loss
+        --gather-with-grad""",
     "language model": """--train-data="TARS" --train-num-samples 3000000 --val-data="TARS" --val-num-samples 10000
         --dataset-type webdataset --batch-size 256 --warmup 2000 --epochs 10 --lr 5e-4 --precision amp --workers 6
         --model "roberta-ViT-B-32" --lock-text --lock-text-unlocked-layers 10 --name "10_unfrozen"
@@ -226,9 +227,9 @@ DOCUMENTED = {
     "clipa l16": """--save-frequency 1 --save-most-recent --zeroshot-frequency 1 --train-data 'FOLDER'
         --dataset-type webdataset --lr "1.024e-3" --beta1 0.9 --beta2 0.95 --warmup 1563 --wd 0.2 --batch-size 4096
         --aug-cfg scale='(0.4, 1.0)' color_jitter='(0.32, 0.32, 0.32, 0.08)' color_jitter_prob=0.8
-        gray_scale_prob=0.2 --epochs 6 --workers 6 --model ViT-L-16-CL16-GAP --precision 'amp_bf16' --ddp-static-graph --local-loss
-        --gather-with-grad --force-image-size 64 --grad-checkpointing --log-every-n-steps 64 --seed 0 --logs ./logs/
-        --imagenet-val 'IMAGENET'""",
+        gray_scale_prob=0.2 --epochs 6 --workers 6 --model ViT-L-16-CL16-GAP --precision 'amp_bf16'
+        --ddp-static-graph --local-loss --gather-with-grad --force-image-size 64 --grad-checkpointing
+        --log-every-n-steps 64 --seed 0 --logs ./logs/ --imagenet-val 'IMAGENET'""",
     "clipa h14 fine-tuned": """--save-frequency 1 --save-most-recent --zeroshot-frequency 1 --train-data 'FOLDER'
         --train-num-samples 131072000 --dataset-type webdataset --lr "5.12e-5" --beta1 0.9 --beta2 0.95 --warmup 800
         --wd 0.2 --batch-size 4096 --epochs 4 --workers 6 --model ViT-H-14-CL32-GAP --pretrained 'WEIGHTS'

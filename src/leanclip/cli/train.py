@@ -80,6 +80,8 @@ def start(settings: TrainConfig, *, dry_run: bool, alive: Callable[[], None]) ->
         console.print(f"left out of the training data: {kinds}")
     if job.data.note:
         console.print(job.data.note)
+    if job.taken:
+        console.print(f"resumed {job.taken}")
     if job.pieces.parts > 1:
         each = -(-job.ranks.largest_share(job.loader.batch) // job.pieces.parts)
         console.print(f"micro-batches: {job.pieces.parts} of {each} samples a step")
