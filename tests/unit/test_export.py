@@ -71,9 +71,9 @@ def embeddings(directory, texts):
         return model, pixels, model.encode_image(pixels), model.encode_text(tokenizer(texts))
 
 
-@pytest.mark.parametrize("quick_gelu", [True, False])
-def test_transformers_gives_our_embeddings(quick_gelu, tmp_path, no_network, capsys):
-    directory = checkpoint(tmp_path / "ours", VIT | {"quick_gelu": quick_gelu})
+@pytest.mark.parametrize(("quick_gelu", "custom_text"), [(True, False), (False, True)])
+def test_transformers_gives_our_embeddings(quick_gelu, custom_text, tmp_path, no_network, capsys):
+    directory = checkpoint(tmp_path / "ours", VIT | {"quick_gelu": quick_gelu, "custom_text": custom_text})
     out = tmp_path / "theirs"
     export(directory, out, "--format", "transformers")
     assert "embeddings equal to 1e-05" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from leanclip.cli import main
 from leanclip.cli.openclip_flags import BY_NAME, FLAGS, OURS, SWITCHES, from_openclip, with_table
 from leanclip.cli.train import parse_command
 from leanclip.data.datasets import BUNDLED
+from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, scheduled
 from leanclip.training.defaults import fill
 
@@ -304,3 +305,32 @@ def test_documented_lines_run(name, places, tmp_path, capsys, monkeypatch):
     assert steps[-1] == 2 and (tmp_path / "run" / "checkpoints" / "last").exists()
     if any(word in line for word in ("--local-loss", "--zeroshot-frequency")):
         assert "note: what you leave open is leanclip's" in captured.err
+
+
+def test_forced_settings_reach_the_model(places):
+    forced = create_model(
+        ModelConfig(
+            model=places["model"], force_context_length=8, force_patch_dropout=0.5, force_quick_gelu=True,
+            force_custom_text=True, image_mean=(0.1, 0.2, 0.3), image_interpolation="bilinear",
+        )
+    )  # fmt: skip
+    assert forced.tokenizer(["a cat"]).shape == (1, 8)
+    assert forced.clip.visual.patch_dropout.prob == 0.5
+    assert type(forced.clip).__name__ == "CustomTextCLIP"
+    assert type(forced.clip.visual.transformer.resblocks[0].mlp.gelu).__name__ == "QuickGELU"
+    assert forced.image_mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert forced.preprocess.interpolation == "bilinear"
+    assert forced.encode_text(forced.tokenizer(["a cat"])).shape == (1, 32)
+
+
+def test_the_last_groups_of_a_locked_tower_train(places):
+    model = create_model(ModelConfig(model=places["model"]))
+    model.lock_image(unlocked_groups=2)
+    trained = {name for name, parameter in model.clip.visual.named_parameters() if parameter.requires_grad}
+    assert {name.partition(".")[0] for name in trained} == {"proj", "transformer", "ln_post"}
+    assert not any(name.startswith("transformer.resblocks.0") for name in trained)
+    model.train()
+    assert model.clip.visual.ln_post.training and not model.clip.visual.ln_pre.training
+    model.lock_text(unlocked_layers=2)
+    assert not model.clip.token_embedding.weight.requires_grad
+    assert model.clip.ln_final.weight.requires_grad
