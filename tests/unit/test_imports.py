@@ -25,6 +25,7 @@ ONE_DOOR = {
     "tyro": "cli/parse.py",
     "timm": "optim/factory.py",
     "fsspec": "data/files.py",
+    "wandb": "training/trackers.py",
 }
 
 

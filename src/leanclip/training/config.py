@@ -9,6 +9,16 @@ from leanclip.models import ModelConfig
 from leanclip.optim import OptimConfig
 
 Precision = Literal["amp_bf16", "amp_bfloat16", "amp", "fp32", "fp64"]
+TRACKERS = ("tensorboard", "wandb")
+
+
+def tracker_names(report_to: str) -> tuple[str, ...]:
+    """The trackers that --report-to means. metrics.jsonl is always written, so `jsonl` adds none, as `none` does."""
+    given = [name.strip() for name in report_to.split(",") if name.strip()]
+    for name in given:
+        if name not in (*TRACKERS, "all", "none", "jsonl"):
+            raise ValueError(f"report_to names {name!r}; choose from {', '.join(TRACKERS)}, all, none")
+    return tuple(name for name in TRACKERS if name in given or "all" in given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +51,12 @@ class RunConfig:
     """Steps between checkpoints. Default: one at the end."""
     best_metric: str = "text_to_image_recall@10"
     """The checkpoint with the highest value of this is kept as checkpoints/best."""
+    report_to: str = "tensorboard"
+    """Who shows the numbers of metrics.jsonl: tensorboard, wandb, both with a comma between (or all), or none."""
+    wandb_project_name: str = "leanclip"
+    """The wandb project of the run."""
+    wandb_notes: str | None = None
+    """Notes that wandb shows with the run."""
     resume: str | None = None
     """Go on from a checkpoint: a run, one of its checkpoints, or `latest` for this run's own."""
     overwrite: bool = False
@@ -55,6 +71,7 @@ class RunConfig:
             raise ValueError(f"seed is {self.seed}; it must be 0 or more")
         if self.eval_every is not None and self.eval_every < 0:
             raise ValueError(f"eval_every is {self.eval_every}; it must be 0 or more")
+        tracker_names(self.report_to)
         if self.resume is not None and self.overwrite:
             raise ValueError("--resume goes on with a run, --overwrite replaces it; give one")
 

@@ -14,11 +14,13 @@ from leanclip.evaluation import embed, retrieval_metrics, retrieval_panel
 from leanclip.optim import learning_rate, set_learning_rate
 from leanclip.training.checkpoint import Position, save_best, save_checkpoint
 from leanclip.training.health import HealthCheck
-from leanclip.training.metrics import MetricsLog, to_host
+from leanclip.training.histograms import state_histograms
+from leanclip.training.metrics import MetricsLog, memory, to_host
 from leanclip.training.progress import TrainingProgress
 from leanclip.training.run_directory import RunDirectory, environment, write_atomically
 from leanclip.training.setup import Job
 from leanclip.training.step import StepResult, training_step
+from leanclip.training.trackers import open_trackers
 
 
 @dataclass
@@ -56,21 +58,36 @@ def train(
     All ranks run it; the first one speaks and writes. `alive` is called whenever this process has come further.
     """
     position = job.position
-    if not job.ranks.first:
+    log = open_log(job, directory)
+    if log is None:
         with TrainingProgress(job.steps, position.step, Console(quiet=True)) as progress:
             return _Trainer(job, directory, None, progress, position, alive).run()
-    log = MetricsLog(directory.metrics, resume_at=None if job.resume_from is None else position.step)
     directory.describe(status="running")
+    failed = True
     try:
         with TrainingProgress(job.steps, position.step, console) as progress:
+            for tracker in log.trackers:
+                if tracker.place:
+                    progress.print(f"wandb: {tracker.place}")
             last = _Trainer(job, directory, log, progress, position, alive).run()
-    except BaseException:
-        directory.describe(status="failed")
-        raise
+        failed = False
     finally:
-        log.close()
-    directory.describe(status="finished")
+        directory.describe(status="failed" if failed else "finished")
+        log.close(failed=failed)
     return last
+
+
+def open_log(job: Job, directory: RunDirectory) -> MetricsLog | None:
+    """The log, on the process that writes. A tracker that does not start stops all of them."""
+    resume_at = None if job.resume_from is None else job.position.step
+    opened: list[MetricsLog] = []
+
+    def open_it() -> None:
+        trackers = open_trackers(job.config, directory, resume_at=resume_at)
+        opened.append(MetricsLog(directory.metrics, trackers, resume_at=resume_at))
+
+    job.ranks.once(open_it)
+    return opened[0] if opened else None
 
 
 class _Trainer:
@@ -180,7 +197,7 @@ class _Trainer:
         self.log.train(
             step=self.step, epoch=self.epochs_done, samples=self.samples, seconds=round(seconds, 3), lr=self.lr,
             samples_per_second=rate, data_wait=wait, skipped_steps=self.skipped, **self.communication(),
-            **self.broken.metrics(), **metrics,
+            **self.broken.metrics(), **memory(self.job.device), **metrics,
         )  # fmt: skip
         left = (self.job.steps - self.step) * self.job.loader.batch / max(rate, 1e-9)
         line = f"loss {metrics['loss']:.4f}  tau {metrics['tau']:.4f}  {rate:,.0f} samples/s  data wait {wait:.0%}"
@@ -198,8 +215,16 @@ class _Trainer:
             found["loss_scale"] = self.job.pieces.scale.value
         return found
 
+    def log_state(self) -> None:
+        """How the per-sample numbers are spread; all ranks count together."""
+        found = state_histograms(self.job.loss)
+        if self.log is not None:
+            self.log.histograms(step=self.step, epoch=self.epochs_done, found=found)
+
     def evaluate(self) -> None:
         job = self.job
+        if self.step:
+            self.log_state()
         if job.data.val is None:
             return
         embedded = embed(job.model, job.data.val, device=job.device, autocast=job.pieces.autocast)

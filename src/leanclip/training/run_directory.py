@@ -13,12 +13,15 @@ import os
 import platform
 import shutil
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from leanclip.errors import UserError
+
+LIBRARIES = ("open_clip_torch", "timm", "torchvision", "numpy", "pillow")
 
 
 @dataclass(frozen=True)
@@ -61,16 +64,26 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"cannot make {self.checkpoints} ({error.strerror}); give another --logs") from error
 
+    def facts(self) -> dict[str, Any]:
+        """What run.json says."""
+        path = self.path / "run.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
     def describe(self, **facts: Any) -> None:
         """Add facts to run.json."""
-        path = self.path / "run.json"
-        known = json.loads(path.read_text()) if path.is_file() else {}
-        write_atomically(path, json.dumps(known | facts, indent=1))
+        write_atomically(self.path / "run.json", json.dumps(self.facts() | facts, indent=1))
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({os.cpu_count()} cores)"
-    return {"python": platform.python_version(), "torch": torch.__version__, "device": name}
+    """What a run was computed with."""
+    name = f"cpu ({os.cpu_count()} cores)"
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        name = f"{torch.cuda.get_device_name(device)} ({total / 2**30:.0f} GiB)"
+    found = {"python": platform.python_version(), "torch": torch.__version__, "device": name}
+    if device.type == "cuda" and torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found | {library: version(library) for library in LIBRARIES} | {"system": platform.platform()}
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -25,6 +25,7 @@ from leanclip.training.fit import fitting
 from leanclip.training.loss_scale import LossScale
 from leanclip.training.pieces import Pieces
 from leanclip.training.run_directory import RunDirectory
+from leanclip.training.trackers import check_trackers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Datasets]:
         raise UserError(str(error)) from error
     if config.run.best_metric not in RECALLS:
         raise UserError(f"unknown --best-metric {config.run.best_metric!r}; choose from {', '.join(RECALLS)}")
+    check_trackers(config.run.report_to)
     if config.model.model is not None:
         model_config_of(config.model.model)
     data = open_datasets(config.data, seed=config.run.seed, manifest=_known_manifest(config))
