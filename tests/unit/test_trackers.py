@@ -1,5 +1,6 @@
 """Where numbers go beside metrics.jsonl, and what the per-sample histograms hold."""
 
+import importlib
 import json
 import struct
 import sys
@@ -87,8 +88,7 @@ def test_tensorboard_shows_the_same_numbers_after_a_resume(tmp_path):
 
 def wandb_records(path: Path):
     """The records of an offline run: protobuf messages in LevelDB's log format, 32 KiB blocks after a 7-byte head."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     data, at, parts = path.read_bytes(), 7, []
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
@@ -98,7 +98,7 @@ def wandb_records(path: Path):
         parts.append(data[at + 7 : at + 7 + length])
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
-            yield Record.FromString(b"".join(parts))
+            yield messages.Record.FromString(b"".join(parts))
             parts = []
 
 

@@ -16,8 +16,9 @@ from leanclip.training.checkpoint import Position, save_best, save_checkpoint
 from leanclip.training.health import HealthCheck
 from leanclip.training.histograms import state_histograms
 from leanclip.training.metrics import MetricsLog, memory, to_host
+from leanclip.training.model_card import model_card
 from leanclip.training.progress import TrainingProgress
-from leanclip.training.run_directory import RunDirectory, environment, write_atomically
+from leanclip.training.run_directory import CARD_FILE, RunDirectory, environment, write_atomically
 from leanclip.training.setup import Job
 from leanclip.training.step import StepResult, training_step
 from leanclip.training.trackers import open_trackers
@@ -115,6 +116,7 @@ class _Trainer:
         job.loss.train()
         if self.step == 0:
             self.evaluate()
+        self.texts()
         saved: Path | None = None
         while self.step < job.steps:
             for batch in self.batches():
@@ -242,7 +244,7 @@ class _Trainer:
         value = metrics.get(job.config.run.best_metric)
         if value is not None and self.step > 0 and (self.best is None or value > self.best):
             self.best = value
-            save_best(self.directory.checkpoints, job.model, job.loss)
+            save_best(self.directory.checkpoints, job.model, job.loss, self.texts())
         self.alive()
         self.clock.lap()
 
@@ -259,8 +261,17 @@ class _Trainer:
             best=self.best,
         )
         return save_checkpoint(
-            self.directory.checkpoints, job.model, job.loss, job.optimizer, job.pieces.scale, position
+            self.directory.checkpoints, job.model, job.loss, job.optimizer, job.pieces.scale, position, self.texts()
         )
+
+    def texts(self) -> dict[str, str]:
+        """What lies beside the weights: the model card, which the run gets too, and the configuration."""
+        if self.log is None:
+            return {}
+        card = model_card(self.directory.facts(), self.log.results, step=self.step)
+        write_atomically(self.directory.card, card)
+        config = self.directory.config
+        return {CARD_FILE: card} | ({config.name: config.read_text()} if config.is_file() else {})
 
 
 def describe(job: Job, version: str) -> dict[str, object]:

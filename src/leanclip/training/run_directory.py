@@ -1,6 +1,7 @@
 """What a run leaves on disk, and where.
 
 config.toml     the resolved configuration: `leanclip train --config` repeats the run
+README.md       the model card, which lies beside every checkpoint, too
 run.json        what is being trained, on what, and whether it is finished
 metrics.jsonl   one object per logged step and per evaluation
 manifest.json   the shards and the ids of their samples, which a resumed run keeps
@@ -21,6 +22,7 @@ import torch
 
 from leanclip.errors import UserError
 
+CARD_FILE = "README.md"
 LIBRARIES = ("open_clip_torch", "timm", "torchvision", "numpy", "pillow")
 
 
@@ -31,6 +33,10 @@ class RunDirectory:
     @property
     def config(self) -> Path:
         return self.path / "config.toml"
+
+    @property
+    def card(self) -> Path:
+        return self.path / CARD_FILE
 
     @property
     def metrics(self) -> Path:
@@ -89,5 +95,5 @@ def environment(device: torch.device) -> dict[str, str]:
 def write_atomically(path: Path, text: str) -> None:
     """A reader sees the old file or the new one, never half of it."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
