@@ -10,12 +10,12 @@ from rich.console import Console
 
 from leanclip.data import Batch, BrokenCount
 from leanclip.distributed import LEDGER, Traffic, traffic
-from leanclip.evaluation import embed, retrieval_metrics, retrieval_panel
+from leanclip.evaluation import embed, hardest_negatives, retrieval_metrics, retrieval_panel
 from leanclip.optim import learning_rate, set_learning_rate
 from leanclip.training.checkpoint import Position, save_best, save_checkpoint
 from leanclip.training.health import HealthCheck
 from leanclip.training.histograms import state_histograms
-from leanclip.training.metrics import MetricsLog, memory, to_host
+from leanclip.training.metrics import MetricsLog, finite, memory, to_host
 from leanclip.training.model_card import model_card
 from leanclip.training.progress import TrainingProgress
 from leanclip.training.run_directory import CARD_FILE, RunDirectory, environment, write_atomically
@@ -235,8 +235,13 @@ class _Trainer:
         )
         if self.log is not None:
             self.log.evaluation(step=self.step, epoch=self.epochs_done, name="val", metrics=metrics)
-            panel = {"step": self.step, "set": "val", "images": retrieval_panel(job.data.val, embedded)}
-            write_atomically(self.directory.panel, json.dumps(panel))
+            panel = {
+                "step": self.step,
+                "set": "val",
+                "images": retrieval_panel(job.data.val, embedded),
+                "hardest": hardest_negatives(job.data.val, embedded),
+            }
+            write_atomically(self.directory.panel, json.dumps(finite(panel)))
         self.progress.print(
             f"step {self.step}: held-out recall@10 text-to-image {metrics['text_to_image_recall@10']:.1%}, "
             f"image-to-text {metrics['image_to_text_recall@10']:.1%} (chance {metrics['chance@10']:.1%})"

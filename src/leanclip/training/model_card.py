@@ -46,7 +46,8 @@ def model_card(facts: Mapping[str, Any], results: Mapping[str, Result], *, step:
         FRONT,
         f"# {name}\n",
         f"A CLIP model ({one_line(facts.get('model') or 'unknown')}): one network for pictures, one for text, both"
-        f" mapped to the same space. Trained with leanclip {one_line(facts.get('version') or '')}; every setting is in `config.toml` where that lies beside it.\n",
+        f" mapped to the same space. Trained with leanclip {one_line(facts.get('version') or '')};"
+        " every setting is in `config.toml`.\n",
         *(f"> {one_line(note)}\n" for note in facts.get("notes") or ()),
         "## Training\n",
         training(facts, step),
