@@ -29,12 +29,20 @@ class Grid:
     rows: tuple[tuple[Cell, ...], ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A setting, and what each run has."""
+
+    name: str
+    values: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class XAxis:
-    """What the runs are laid out along: steps, or samples seen where their batches differ."""
+    """What the runs are laid out along: steps, or pairs seen where their batches differ."""
 
     label: str
-    factors: tuple[float, ...]  # samples per step, or one
+    factors: tuple[float, ...]  # pairs per step, or one
 
 
 def names_of(runs: Sequence[RunRecord]) -> list[str]:
@@ -51,7 +59,7 @@ def x_axis(runs: Sequence[RunRecord]) -> XAxis:
     batches = [number(run.info.get("global_batch")) for run in runs]
     if len(set(batches)) == 1 or not all(batch > 0 for batch in batches):
         return XAxis("step", (1.0,) * len(runs))
-    return XAxis("samples", tuple(batches))
+    return XAxis("pairs", tuple(batches))
 
 
 def final_figures(runs: Sequence[RunRecord]) -> Grid:
@@ -87,20 +95,19 @@ def final_figures(runs: Sequence[RunRecord]) -> Grid:
     return Grid(columns=("Status", "Steps", "Time", *(column.title for column in columns)), rows=rows)
 
 
-def differences(runs: Sequence[RunRecord]) -> tuple[Grid, int]:
-    """The settings and circumstances in which the runs differ, a column each, and how many settings are alike."""
+def differences(runs: Sequence[RunRecord]) -> tuple[list[Difference], int]:
+    """The settings and circumstances in which the runs differ, and how many settings are alike."""
     settings = [read_settings(run) for run in runs]
     keys = list(dict.fromkeys(key for found in settings for key in found))
     differing = [key for key in keys if len({repr(found.get(key)) for found in settings}) > 1]
     shown = [key for key in differing if key not in UNINTERESTING]
-    columns: list[tuple[str, list[str]]] = [(key, [setting(found.get(key)) for found in settings]) for key in shown]
+    rows = [Difference(name=key, values=tuple(setting(found.get(key)) for found in settings)) for key in shown]
     around = [surroundings(run) for run in runs]
     for key in dict.fromkeys(key for found in around for key in found):
-        texts = [found.get(key, content.DASH) for found in around]
+        texts = tuple(found.get(key, content.DASH) for found in around)
         if len(set(texts)) > 1:
-            columns.append((key, texts))
-    rows = tuple(tuple(Cell(text=texts[r]) for _, texts in columns) for r in range(len(runs)))
-    return Grid(columns=tuple(title for title, _ in columns), rows=rows), len(keys) - len(differing)
+            rows.append(Difference(name=key, values=texts))
+    return rows, len(keys) - len(differing)
 
 
 def read_settings(run: RunRecord) -> dict[str, Any]:

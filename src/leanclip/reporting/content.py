@@ -179,7 +179,7 @@ def memory_figures(run: RunRecord) -> list[KeyFigure]:
     for key in MEMORY:
         values = [v for v in run.column(key) if math.isfinite(v)]
         if values:
-            kind = "peak of the GPU" if key == "gpu_memory_gib" else "most of the process resident"
+            kind = "peak of the GPU" if key == "gpu_memory_gib" else "resident, at most"
             return [KeyFigure(name="Memory", value=f"{max(values):.3g} GiB", detail=kind)]
     return []
 

@@ -105,7 +105,7 @@ def page_values(run: RunRecord) -> dict[str, Any]:
 
 def comparison_values(runs: Sequence[RunRecord]) -> dict[str, Any]:
     names = comparison.names_of(runs)
-    grid, alike = comparison.differences(runs)
+    differing, alike = comparison.differences(runs)
     losses = {str(run.info.get("loss") or "") for run in runs}
     return {
         "name": f"{len(runs)} runs compared",
@@ -128,7 +128,7 @@ def comparison_values(runs: Sequence[RunRecord]) -> dict[str, Any]:
             for i, (name, run) in enumerate(zip(names, runs, strict=True))
         ],
         "figures": comparison.final_figures(runs),
-        "differences": grid,
+        "differences": differing,
         "alike": alike,
         "axis": comparison.x_axis(runs).label,
         "losses_differ": len(losses) > 1,

@@ -11,7 +11,7 @@ from leanclip.losses.sample_state import SIDES, SampleState
 from leanclip.losses.temperature import IndividualTemperature
 
 CHUNK = 1 << 22  # numbers looked at together: what the counting allocates, whatever the tables' size
-LOG_U_BINS = (-32.0, 8.0, 80)  # natural logarithm; -32.2 is the usual eps
+LOG_U_BINS = (-32.0, 16.0, 96)  # natural logarithm; -32.2 is the usual eps
 TAU_BINS = 40
 
 
