@@ -239,7 +239,7 @@ def key(number: int) -> str:
 
 
 def legend(series: Sequence[Series]) -> str:
-    if len(series) < 2:
+    if len(series) < 2 and all(s.colour is None for s in series):
         return ""
     rows = (f"<li>{key(colour(s, i))}{escape(s.name)}</li>" for i, s in enumerate(series))
     return f'<ul class="legend">{"".join(rows)}</ul>'
