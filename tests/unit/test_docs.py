@@ -24,7 +24,7 @@ COMMAND = re.compile(r"(?:^|`|: +)leanclip ([^`\n]*)", re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
 
 # Named in the documentation because OpenCLIP has them or other programs do, not because we do.
-FOREIGN_FLAGS = {"sort"}
+FOREIGN_FLAGS = {"sort", "logdir"}
 
 
 def flags_of(kind: type) -> set[str]:
