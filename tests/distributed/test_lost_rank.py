@@ -69,8 +69,8 @@ def processes_of(session):
 
 
 @pytest.fixture
-def three_ranks(tmp_path):
-    ranks = start(3, tmp_path)
+def some_ranks(request, tmp_path):
+    ranks = start(request.param, tmp_path)
     yield ranks, tmp_path
     for rank in ranks:
         for pid in processes_of(rank.pid):
@@ -78,12 +78,16 @@ def three_ranks(tmp_path):
         rank.wait()
 
 
-@pytest.mark.parametrize(("what", "victim"), [(signal.SIGKILL, 1), (signal.SIGSTOP, 2), (signal.SIGKILL, 0)])
-def test_the_others_stop_and_name_it(what, victim, three_ranks):
-    ranks, folder = three_ranks
+@pytest.mark.parametrize(
+    ("some_ranks", "what", "victim"),
+    [(2, signal.SIGKILL, 1), (3, signal.SIGSTOP, 2), (2, signal.SIGKILL, 0)],
+    indirect=["some_ranks"],
+)
+def test_the_others_stop_and_name_it(some_ranks, what, victim):
+    ranks, folder = some_ranks
     assert wait_for(lambda: "step 3/" in output(folder, 0), 120), output(folder, 0)
     os.kill(ranks[victim].pid, what)
-    others = [rank for rank in range(3) if rank != victim]
+    others = [rank for rank in range(len(ranks)) if rank != victim]
     # The time-out, and some seconds more in which a busy machine gets round to it.
     assert wait_for(lambda: all(ranks[rank].poll() is not None for rank in others), TIMEOUT + 30)
     for rank in others:

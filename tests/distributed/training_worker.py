@@ -1,6 +1,7 @@
 """What one rank of the training tests does: three steps of a small ViT, for each of a list of cases."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ def small_vit(folder, **vision):
     """A small open_clip ViT without dropout."""
     path = Path(folder) / f"vit-{len(vision)}.json"
     if not path.exists():
-        temporary = path.with_suffix(f".{torch.initial_seed()}.{id(path)}")
+        temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(VIT | {"vision_cfg": VIT["vision_cfg"] | vision}))
         temporary.rename(path)
     torch.manual_seed(3)

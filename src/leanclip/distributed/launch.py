@@ -106,19 +106,21 @@ def joined(launch: Launch, device: torch.device, *, timeout: float, always: bool
         ) from error
     watch = Watch(store, launch.rank, launch.size, timeout)
     watch.start()
+    failed = True
     try:
         yield watch
-        watch.stop()
+        failed = False
     except UserError:
-        watch.stop()
         raise
     except (RuntimeError, OSError) as error:
         # Where another rank is the cause, that is the news, not the collective in which this one noticed.
         watch.explain(error)
         raise
     finally:
-        watch.stop()
+        watch.stop(failed=failed)
         with contextlib.suppress(Exception):
+            if not failed:
+                dist.barrier()  # whoever keeps the store leaves with the last
             dist.destroy_process_group()
 
 

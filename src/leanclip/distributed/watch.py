@@ -17,6 +17,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 LOST = 3  # exit code: another rank died or hangs
+WORKING, DONE, FAILED = "working", "done", "failed"
 
 
 @dataclass
@@ -27,8 +28,12 @@ class _Seen:
     progress: int = -1
     beat_at: float = 0.0
     progress_at: float = 0.0
-    finished: bool = False
+    ending: str = "working"
     where: str = "?"
+
+    @property
+    def finished(self) -> bool:
+        return self.ending != WORKING
 
 
 class Watch:
@@ -41,6 +46,7 @@ class Watch:
         self._seen = {other: _Seen() for other in range(size) if other != rank}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._ending = DONE
 
     def start(self) -> None:
         if self.store is None or self.size == 1:
@@ -59,10 +65,11 @@ class Watch:
         self._progress += 1
         self._moved = time.monotonic()
 
-    def stop(self) -> None:
-        """This rank is done, and says so."""
+    def stop(self, *, failed: bool = False) -> None:
+        """This rank is done, or gives up, and says so."""
         if self._thread is None:
             return
+        self._ending = FAILED if failed else DONE
         self._stopping.set()
         self._thread.join(timeout=self.interval * 2)
         self._thread = None
@@ -76,8 +83,8 @@ class Watch:
             lost = self._lost(patience=3 * self.interval)
             if lost:
                 self._leave(lost)
-            if ended := [str(other) for other, seen in self._seen.items() if seen.finished]:
-                self._leave(f"rank {', '.join(ended)} ended early; its own message says why")
+            if gone := self._gone():
+                self._leave(gone)
             time.sleep(self.interval / 4)
 
     def _run(self) -> None:
@@ -85,7 +92,7 @@ class Watch:
         while not self._stopping.wait(self.interval):
             beat += 1
             try:
-                self._tell(f"{beat} {self._progress} 0 {socket.gethostname()}:{os.getpid()}")
+                self._tell(f"{beat} {self._progress} {WORKING} {socket.gethostname()}:{os.getpid()}")
                 self._listen()
             except Exception as error:  # whatever a broken connection raises
                 if not self._stopping.is_set():
@@ -93,13 +100,14 @@ class Watch:
                                 " its host is gone")  # fmt: skip
                 return
             stuck = time.monotonic() - self._moved > self.timeout
-            lost = self._lost(patience=self.timeout)
-            if lost:
+            if lost := self._lost(patience=self.timeout):
                 self._leave(lost)
+            elif gave_up := self._gone(FAILED):
+                self._leave(gave_up)
             elif stuck and (behind := self._behind()):
                 self._leave(behind)
         try:
-            self._tell(f"{beat + 1} {self._progress} 1 {socket.gethostname()}:{os.getpid()}")
+            self._tell(f"{beat + 1} {self._progress} {self._ending} {socket.gethostname()}:{os.getpid()}")
         except Exception:
             return  # the others are gone already
 
@@ -113,8 +121,7 @@ class Watch:
         for other, seen in self._seen.items():
             if seen.finished or not self.store.check([f"watch/{other}"]):
                 continue
-            beat, progress, finished, where = self.store.get(f"watch/{other}").decode().split(" ", 3)
-            seen.where, seen.finished = where, finished == "1"
+            beat, progress, seen.ending, seen.where = self.store.get(f"watch/{other}").decode().split(" ", 3)
             if int(beat) != seen.beat:
                 seen.beat, seen.beat_at = int(beat), now
             if int(progress) != seen.progress:
@@ -128,6 +135,11 @@ class Watch:
             return None
         names = ", ".join(f"rank {r} ({self._seen[r].where})" for r in silent)
         return f"{names} gave no sign of life for {max(silent.values()):.0f} s: it died or its host hangs"
+
+    def _gone(self, *endings: str) -> str | None:
+        """Ranks that ended while this one goes on."""
+        ended = [str(r) for r, s in self._seen.items() if s.ending in (endings or (DONE, FAILED))]
+        return f"rank {', '.join(ended)} ended early; its own message says why" if ended else None
 
     def _behind(self) -> str | None:
         """Ranks that live but have not come as far as this one, while this one waits."""

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from leanclip.data import Batch, BrokenCount
 from leanclip.distributed import LEDGER, Traffic, traffic
+from leanclip.errors import UserError
 from leanclip.evaluation import embed, hardest_negatives, retrieval_metrics, retrieval_panel
 from leanclip.optim import learning_rate, set_learning_rate
 from leanclip.training.checkpoint import Position, save_best, save_checkpoint
@@ -107,6 +108,7 @@ class _Trainer:
         self.skipped = 0
         self.sent: Traffic | None = None
         self.broken = BrokenCount(job.config.data.max_broken)
+        self.met: list[tuple[int, dict[str, int], tuple[str, ...]]] = []  # and not counted yet
         self.clock = _Clock(time.perf_counter(), before=position.seconds)
         self.health = HealthCheck(job.config, batch=job.loader.batch)
 
@@ -145,8 +147,21 @@ class _Trainer:
             self.clock.waited += time.perf_counter() - began
             if batch is None:
                 return
-            self.broken.add(len(batch), batch.broken, batch.examples)
+            self.met.append((len(batch), dict(batch.broken), batch.examples))
+            if self.job.ranks.size == 1:
+                self.count_broken()
             yield batch.to(self.job.device, self.job.dtype)
+
+    def count_broken(self) -> None:
+        """What all processes met since the last time; too many broken samples end the run on all of them alike."""
+        met, self.met = self.met, []
+        try:
+            for everyones in self.job.ranks.everyones(met):
+                for entry in everyones:
+                    self.broken.add(*entry)
+        except UserError as error:
+            error.told = not self.job.ranks.first
+            raise
 
     def take_step(self, batch: Batch) -> StepResult:
         job, optim = self.job, self.job.config.optim
@@ -191,6 +206,8 @@ class _Trainer:
         return round(self.epoch + self.epoch_step / self.job.loader.steps_per_epoch, 6)
 
     def report(self, result: StepResult) -> None:
+        if self.job.ranks.size > 1:
+            self.count_broken()
         if self.log is None:
             return
         metrics = to_host({"loss": result.loss, "grad_norm": result.grad_norm} | dict(result.metrics))
