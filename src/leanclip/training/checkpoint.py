@@ -46,7 +46,7 @@ class SavedModel(NamedTuple):
     def of(cls, model: TwoTower, loss: ContrastiveLoss, beside: Mapping[str, str]) -> "SavedModel":
         """All ranks call it together: each may have only a part."""
         weights = model.weights(loss.temperature(), getattr(loss, "bias", None))
-        return cls({name: value.cpu() for name, value in weights.items()}, model.open_clip_config(), beside)
+        return cls(weights, model.open_clip_config(), beside)
 
     def write(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def save_checkpoint(
     state = {
         "optimizer": _whole_on_host(optimizer.state_dict()),
         "loss": _whole_on_host(loss.state_dict()),
-        "random": _random_states(),
+        "random": _random_states(next(model.parameters()).device),
         "scale": {"value": scale.value, "good_steps": scale.good_steps},
     }
     if not Ranks.current().first:
@@ -106,20 +106,21 @@ def save_checkpoint(
 
 
 def _whole_on_host(state: Any) -> Any:
-    """The same state with every tensor complete, on the host."""
+    """The same state with every tensor complete, on the host of the first rank; the others keep none."""
     if isinstance(state, Tensor):
-        return whole(state).cpu()
+        complete = whole(state)
+        return complete.cpu() if Ranks.current().first else None
     if isinstance(state, dict):
         return {key: _whole_on_host(value) for key, value in state.items()}
     return [_whole_on_host(value) for value in state] if isinstance(state, list) else state
 
 
-def _random_states() -> dict[str, Tensor]:
+def _random_states(device: torch.device) -> dict[str, Tensor]:
     """Of all ranks, a row each."""
     ranks = Ranks.current()
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
     return {name: ranks.gather(state[None], ranks.size, purpose="random states") for name, state in states.items()}
 
 

@@ -82,7 +82,7 @@ class ParallelConfig:
 
     micro_batch: int | None = None
     """Embed this many samples at a time and keep only their embeddings: a large batch on a small GPU, with the
-    gradients of the whole batch, for about a third more time. Default: the whole share of a process, or on a GPU
+    gradients of the whole batch, for about half more time. Default: the whole share of a process, or on a GPU
     where that does not fit the most that does."""
     grad_checkpointing: bool = False
     """Recompute the transformer blocks' activations in the backward pass instead of keeping them."""
@@ -96,8 +96,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"micro_batch is {self.micro_batch}; it must be at least 1")
-        if self.dist_timeout <= 0:
-            raise ValueError(f"dist_timeout is {self.dist_timeout}; give seconds")
+        if not 0 < self.dist_timeout < 1e6:
+            raise ValueError(f"dist_timeout is {self.dist_timeout}; give seconds, at most a million")
 
 
 @dataclass(frozen=True, kw_only=True)
