@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from training_worker import VIT
+from training_worker import vit_file
 
 from leanclip.cli.train import prepare
 from leanclip.config import override
@@ -18,11 +18,9 @@ from leanclip.training.loop import _Trainer
 
 def train_on_shards(ranks, folder, pattern, logs, stop, resume=False, workers=0, max_broken=1.0):
     """Steps of a run of three epochs, up to `stop`; returns what this rank's share of each step was."""
-    vit = Path(folder) / f"vit-{ranks.rank}.json"
-    text = VIT["text_cfg"] | {"context_length": 77, "vocab_size": 49408}
-    vit.write_text(json.dumps(VIT | {"text_cfg": text}))
+    vit = vit_file(folder, text={"context_length": 77, "vocab_size": 49408})
     values = {
-        "train_data": pattern, "model": str(vit), "global_batch_size": 10, "epochs": 3, "device": "cpu",
+        "train_data": pattern, "model": vit, "global_batch_size": 10, "epochs": 3, "device": "cpu",
         "workers": workers, "loss": "fastclip-v3", "logs": str(logs), "name": "run", "log_every": 1, "eval_every": 0,
         "save_every": 1, "warmup": 0, "lr": 1e-3, "seed": 4, "max_broken": max_broken,
     }  # fmt: skip

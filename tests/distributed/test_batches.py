@@ -43,7 +43,13 @@ def uninterrupted(shards, tmp_path_factory):
     return found, broken(folder / "logs")
 
 
-@pytest.mark.parametrize("parts", [((2, 0, 4), (1, 1, 5), (4, 0, 9)), ((4, 1, 2), (2, 3, 9))])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ((2, 3, 4), (1, 1, 5), (4, 0, 9)),  # processes, workers of each, the step it stops at
+        pytest.param(((4, 1, 2), (2, 0, 9)), marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_batches_on_other_ranks_and_workers(parts, shards, uninterrupted, tmp_path):
     right, counts = uninterrupted
     assert sorted(right) == list(range(STEPS))

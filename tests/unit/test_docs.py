@@ -27,7 +27,7 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
 
 # Named in the documentation because OpenCLIP has them or other programs do, not because we do.
 FOREIGN_FLAGS = {
-    "sort", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint",
+    "logdir", "sort", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint",
     *FLAG.findall(" ".join(f"--{flag.name}" for flag in FLAGS)),
 }  # fmt: skip
 

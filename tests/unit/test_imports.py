@@ -26,6 +26,7 @@ ONE_DOOR = {
     "timm": "optim/factory.py",
     "fsspec": "data/files.py",
     "transformers": "models/transformers_clip.py",
+    "wandb": "training/trackers.py",
 }
 
 

@@ -23,7 +23,7 @@ from leanclip.training.defaults import fill
 
 ROOT = Path(__file__).parents[2]
 # Flags of parts that are being added: a line may hold them already.
-PENDING = {"imagenet-val", "imagenet-v2", "report-to", "wandb-notes", "wandb-project-name"}
+PENDING = {"imagenet-val", "imagenet-v2"}
 
 
 def openclip_actions(monkeypatch):

@@ -1,6 +1,6 @@
 """A watch over the other ranks: who died or hangs is named, and nobody waits for him longer than the time-out.
 
-Every process tells the store twice a second or so that it lives and how far its main thread has come. A thread of
+Every process tells the store every other second that it lives and how far its main thread has come. A thread of
 its own reads what the others say, because the main thread may be waiting inside a collective for the very rank that
 is gone.
 """
@@ -16,6 +16,22 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+
+class Progress:
+    """How far the main thread has come: the collectives that it began and the steps that it finished.
+
+    All ranks go through the same ones in the same order, so one with fewer is the one that the others wait for.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.moved = 0, time.monotonic()
+
+    def __call__(self) -> None:
+        self.count += 1
+        self.moved = time.monotonic()
+
+
+PROGRESS = Progress()  # of this process
 LOST = 3  # exit code: another rank died or hangs
 WORKING, DONE, FAILED = "working", "done", "failed"
 
@@ -37,12 +53,11 @@ class _Seen:
 
 
 class Watch:
-    """`progress` is called by the main thread whenever it has come a step further."""
+    """Looks after the other ranks, from `start` to `stop`, in a thread."""
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout: float) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.interval = min(2.0, timeout / 8)
-        self._progress, self._moved = 0, time.monotonic()
         self._seen = {other: _Seen() for other in range(size) if other != rank}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -59,11 +74,6 @@ class Watch:
         self.store.set_timeout(timedelta(seconds=self.timeout))
         self._thread = threading.Thread(target=self._run, name="leanclip-watch", daemon=True)
         self._thread.start()
-
-    def progress(self) -> None:
-        """The main thread has come further."""
-        self._progress += 1
-        self._moved = time.monotonic()
 
     def stop(self, *, failed: bool = False) -> None:
         """This rank is done, or gives up, and says so."""
@@ -92,22 +102,22 @@ class Watch:
         while not self._stopping.wait(self.interval):
             beat += 1
             try:
-                self._tell(f"{beat} {self._progress} {WORKING} {socket.gethostname()}:{os.getpid()}")
+                self._tell(f"{beat} {PROGRESS.count} {WORKING} {socket.gethostname()}:{os.getpid()}")
                 self._listen()
             except Exception as error:  # whatever a broken connection raises
                 if not self._stopping.is_set():
                     self._leave(f"the store of the process group does not answer ({_first_line(error)}): rank 0 or"
                                 " its host is gone")  # fmt: skip
                 return
-            stuck = time.monotonic() - self._moved > self.timeout
+            stuck = time.monotonic() - PROGRESS.moved > self.timeout
             if lost := self._lost(patience=self.timeout):
                 self._leave(lost)
             elif gave_up := self._gone(FAILED):
                 self._leave(gave_up)
-            elif stuck and (behind := self._behind()):
-                self._leave(behind)
+            elif stuck:
+                self._leave(self._behind())
         try:
-            self._tell(f"{beat + 1} {self._progress} {self._ending} {socket.gethostname()}:{os.getpid()}")
+            self._tell(f"{beat + 1} {PROGRESS.count} {self._ending} {socket.gethostname()}:{os.getpid()}")
         except Exception:
             return  # the others are gone already
 
@@ -141,11 +151,16 @@ class Watch:
         ended = [str(r) for r, s in self._seen.items() if s.ending in (endings or (DONE, FAILED))]
         return f"rank {', '.join(ended)} ended early; its own message says why" if ended else None
 
-    def _behind(self) -> str | None:
+    def _behind(self) -> str:
         """Ranks that live but have not come as far as this one, while this one waits."""
-        behind = [r for r, s in self._seen.items() if not s.finished and s.progress < self._progress]
+        behind = [r for r, s in self._seen.items() if not s.finished and s.progress < PROGRESS.count]
         if not behind:
-            return None
+            everyone = [s.progress for s in self._seen.values() if not s.finished]
+            if any(progress > PROGRESS.count for progress in everyone):
+                return (
+                    f"it hangs itself: it has not come further for {self.timeout:.0f} s, and the others wait for it"
+                )
+            return f"nobody has come further for {self.timeout:.0f} s: all ranks wait inside the same operation"
         names = ", ".join(f"rank {r} ({self._seen[r].where})" for r in behind)
         return f"{names} hangs: it has not come further for {self.timeout:.0f} s while the others wait for it"
 

@@ -15,7 +15,7 @@ import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from torch import Tensor, nn
 
-from leanclip.distributed import whole
+from leanclip.distributed import Ranks, whole
 from leanclip.errors import UserError
 from leanclip.models.config import ModelConfig
 
@@ -118,8 +118,17 @@ class TwoTower(nn.Module):
         return float(bias.detach().reshape(())) if isinstance(bias, Tensor) else None
 
     def weights(self, tau: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
-        """The open_clip state dict with the loss's temperature and bias in it. All ranks call it together."""
-        weights = {name: whole(value.detach()).contiguous() for name, value in self.clip.state_dict().items()}
+        """The open_clip state dict on the host, with the loss's temperature and bias in it.
+
+        All ranks call it together, since each may hold a part; the first gets the result, the others nothing.
+        """
+        weights = {}
+        for name, value in self.clip.state_dict().items():
+            complete = whole(value.detach())
+            if Ranks.current().first:
+                weights[name] = complete.contiguous().cpu()
+        if not weights:
+            return {}
         weights["logit_scale"] = tau.detach().log().neg().to(weights["logit_scale"]).expand_as(weights["logit_scale"])
         if "logit_bias" in weights:
             value = torch.zeros(()) if bias is None else bias.detach()
@@ -170,11 +179,10 @@ def model_from_file(config: dict[str, Any], weights: Path, preprocess: dict[str,
 
 
 def architecture_name(config: dict[str, Any]) -> str | None:
-    """open_clip's own name of an architecture, if it has one."""
-    ours = {path.stem for path in (Path(__file__).parent / "configs").glob("*.json")}
+    """open_clip's own name of an architecture, if it has one: not what was registered in this process only."""
     wanted = json.loads(json.dumps(config))
-    names = (name for name in open_clip.list_models() if name not in ours)
-    return next((name for name in names if open_clip.get_model_config(name) == wanted), None)
+    paths = sorted((Path(open_clip.__file__).parent / "model_configs").glob("*.json"))
+    return next((path.stem for path in paths if json.loads(path.read_text()) == wanted), None)
 
 
 def loading_options(preprocess: PreprocessCfg) -> dict[str, Any]:
