@@ -123,26 +123,23 @@ def test_the_exported_tokenizer_is_open_clips(tmp_path, capsys):
         assert theirs(text)["input_ids"] != tokens(text), text
 
 
-@pytest.mark.parametrize(("config", "suffix"), [(VIT, "safetensors"), (RESNET, "pt")])
-def test_open_clip_gives_our_embeddings(config, suffix, tmp_path, capsys):
-    directory = checkpoint(tmp_path / "ours", config)
-    out = tmp_path / "some" / f"model.{suffix}"
-    export(directory, out)
-    shown = capsys.readouterr().out
-    load = shown[shown.index("import open_clip") :]
-    _, pixels, image, text = embeddings(directory, ODD)
-    torch.save({"pixels": pixels, "image": image, "text": text}, tmp_path / "ours.pt")
-    script = f"""
-import sys, warnings, torch
-warnings.simplefilter("ignore")
-{load}
-given = torch.load({str(tmp_path / "ours.pt")!r}, weights_only=True)
-tokens = open_clip.get_tokenizer("model")({ODD!r})
+def test_open_clip_gives_our_embeddings(tmp_path, capsys):
+    script = "import sys, warnings, torch\nwarnings.simplefilter('ignore')\n"
+    for name, config, suffix in (("vit", VIT, "safetensors"), ("resnet", RESNET, "pt")):
+        directory = checkpoint(tmp_path / name, config)
+        export(directory, tmp_path / "some" / f"{name}.{suffix}")
+        shown = capsys.readouterr().out
+        _, pixels, image, text = embeddings(directory, ODD)
+        torch.save({"pixels": pixels, "image": image, "text": text}, tmp_path / f"{name}.pt")
+        script += f"""
+{shown[shown.index("import open_clip") :]}
+given = torch.load({str(tmp_path / f"{name}.pt")!r}, weights_only=True)
+tokens = open_clip.get_tokenizer("{name}")({ODD!r})
 with torch.no_grad():
     image, text = model.eval().encode_image(given["pixels"], True), model.encode_text(tokens, True)
 assert torch.allclose(image, given["image"], atol=1e-5) and torch.allclose(text, given["text"], atol=1e-5)
-assert not any(module.startswith("leanclip") for module in sys.modules)
 """
+    script += "assert not any(module.startswith('leanclip') for module in sys.modules)\n"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
