@@ -25,6 +25,7 @@ ONE_DOOR = {
     "tyro": "cli/parse.py",
     "timm": "optim/factory.py",
     "fsspec": "data/files.py",
+    "clip_benchmark": "evaluation/clip_benchmark_main.py",
 }
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from leanclip.data import Datasets, Manifest, TrainingLoader, load_manifest, open_datasets, training_transform
 from leanclip.distributed import Ranks, replicated, sharded
 from leanclip.errors import UserError
-from leanclip.evaluation import RECALLS
+from leanclip.evaluation import RECALLS, ZERO_SHOT_METRICS, LabelledSet, Prompts, labelled_sets, prompts_for
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.registry import spec_of
@@ -43,6 +44,7 @@ class Job:
     steps: int
     position: Position  # where it starts
     resume_from: Path | None
+    zero_shot: tuple[tuple[LabelledSet, Prompts], ...] = ()  # classified at each evaluation
 
     @property
     def epochs(self) -> int:
@@ -65,18 +67,37 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Datasets]:
         spec_of(config.run.loss)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if config.run.best_metric not in RECALLS:
-        raise UserError(f"unknown --best-metric {config.run.best_metric!r}; choose from {', '.join(RECALLS)}")
+    if "/" not in config.run.best_metric:  # others name a zero-shot set, and are checked when those are open
+        _check_best_metric(config.run.best_metric, RECALLS)
     if config.model.model is not None:
         model_config_of(config.model.model)
     data = open_datasets(config.data, seed=config.run.seed, manifest=_known_manifest(config))
     return fill(config, samples=len(data.train), processes=Ranks.current().size), data
 
 
+def _check_best_metric(metric: str, known: Sequence[str]) -> None:
+    if metric not in known:
+        raise UserError(f"unknown --best-metric {metric!r}; choose from {', '.join(known)}")
+
+
+def _open_zero_shot(config: TrainConfig) -> tuple[tuple[LabelledSet, Prompts], ...]:
+    run = config.run
+    sets = labelled_sets(
+        run.zero_shot,
+        imagenet_val=run.imagenet_val,
+        imagenet_v2=run.imagenet_v2,
+        bundled=config.data.train_data is None and config.data.val_data is None,
+    )
+    named = [f"{each.name}/{metric}" for each in sets for metric in ZERO_SHOT_METRICS]
+    _check_best_metric(run.best_metric, (*RECALLS, *named))
+    return tuple((each, prompts_for(each, run.templates)) for each in sets)
+
+
 def set_up(config: TrainConfig) -> Job:
     """Build everything a run needs. Deterministic in the seed."""
     ranks = Ranks.current()
     config, data = resolve(config)
+    zero_shot = _open_zero_shot(config)
     config = replace(
         config, run=replace(config.run, name=ranks.once(lambda: config.run.name))
     )  # it may hold the time
@@ -158,7 +179,7 @@ def set_up(config: TrainConfig) -> Job:
     return Job(
         config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, pieces=pieces,
         ranks=ranks, loader=loader, steps=total_steps(config, samples=len(data.train), batch=batch),
-        position=position, resume_from=resume_from,
+        position=position, resume_from=resume_from, zero_shot=zero_shot,
     )  # fmt: skip
 
 
