@@ -58,15 +58,14 @@ def embed(
         captions = dict(
             zip([i for f in everyones for i in f.ids], [c for f in everyones for c in f.captions], strict=True)
         )
-        broken = sorted({message for found in everyones for message in found.broken})
         if not ids:
-            raise UserError(f"none of the held-out samples can be used: {broken[0]}")
+            raise UserError(f"none of the held-out samples can be used: {everyones[0].broken[0]}")
         images = _everybodys(ranks, torch.cat(embedded), width=len(own_ids))[torch.tensor(rows, device=device)]
         flat = [caption for index in ids for caption in captions[index]]
         texts = embed_texts(model, flat, device=device, batch=batch)
     model.train(was_training)
     owner = torch.tensor([number for number, index in enumerate(ids) for _ in captions[index]], device=device)
-    return Embedded(images, texts, owner, flat, ids, len(broken))
+    return Embedded(images, texts, owner, flat, ids, len(data.ids) - len(ids))
 
 
 def embed_images(model: TwoTower, found: EvaluationBatch, device: torch.device) -> Tensor:

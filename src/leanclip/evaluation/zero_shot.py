@@ -158,7 +158,7 @@ def classify(
     transform = evaluation_transform(model.preprocess)
     own_ids = equal_share(ranks, len(labelled))
     answers: list[np.ndarray] = []
-    broken: dict[str, None] = {}
+    broken: list[str] = []
     with autocast:
         classes = classifier_of(model, prompts, device=device, batch=batch, cache=cache, shown=shown)
         with progress_bar(labelled.name, len(labelled), shown=shown) as advance:
@@ -168,14 +168,13 @@ def classify(
                 answer = _answers(embedded, classes, labels)
                 rows = np.stack([np.array(found.ids, np.int64), *(part.cpu().numpy() for part in answer)])
                 answers.append(rows)
-                broken |= dict.fromkeys(str(error) for error in found.broken)
+                broken += [str(error) for error in found.broken][: 1 - len(broken)]
                 advance((len(found.ids) + len(found.broken)) * ranks.size)
     model.train(was_training)
-    everyones = ranks.everyones((np.concatenate(answers, axis=1), list(broken)))
+    everyones = ranks.everyones((np.concatenate(answers, axis=1), broken))
     ids, predicted, place = np.concatenate([answer for answer, _ in everyones], axis=1)
-    bad = sorted({message for _, messages in everyones for message in messages})
     if not len(ids):
-        raise UserError(f"none of the images of {labelled.name} can be used: {bad[0]}")
+        raise UserError(f"none of the images of {labelled.name} can be used: {everyones[0][1][0]}")
     first = np.unique(ids, return_index=True)[1]  # those that two ranks took count once
     ids, predicted, place = ids[first], predicted[first], place[first]
     size = len(labelled.classnames)
@@ -186,7 +185,7 @@ def classify(
         confusion=confusion,
         top5=float((place < 5).mean()) if size >= ALL_SHOWN else math.nan,
         prompts=sum(map(len, prompts)),
-        broken=len(bad) + labelled.left_out,
+        broken=len(labelled) - len(ids) + labelled.left_out,
         note=labelled.note,
     )
 
