@@ -86,8 +86,17 @@ def test_several_processes(small_run, sets, tmp_path):
     """Two processes write the figures of one."""
     data = ["--val-data", sets / "captions", "--zero-shot", sets / "groups"]
     assert evaluate(small_run, *data, "--json", tmp_path / "one.json") == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29653", "-m",
-               "leanclip", "evaluate", small_run, *data, "--json", tmp_path / "two.json", "--device", "cpu"]  # fmt: skip
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "leanclip",
+    ]
+    command = [*launch, "evaluate", small_run, *data, "--json", tmp_path / "two.json", "--device", "cpu"]
     environment = os.environ | {"PYTHONPATH": str(Path(leanclip.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
