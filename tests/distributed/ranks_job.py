@@ -20,8 +20,7 @@ def run_ranks(call, size, folder, *arguments, timeout=280):
     folder = Path(folder)
     meeting = folder / f"meeting-{len(list(folder.glob('meeting-*')))}"
     processes = [
-        CONTEXT.Process(target=_one, args=(call, rank, size, meeting, folder, *arguments), daemon=True)
-        for rank in range(size)
+        CONTEXT.Process(target=_one, args=(call, rank, size, meeting, folder, *arguments)) for rank in range(size)
     ]
     for process in processes:
         process.start()

@@ -1,11 +1,10 @@
 """What one rank of the resume tests does: a part of a run of six steps, in float64, without batch norm."""
 
 import contextlib
-import json
 from pathlib import Path
 
 from rich.console import Console
-from training_worker import VIT
+from training_worker import vit_file
 
 from leanclip.cli.train import prepare
 from leanclip.config import override
@@ -15,11 +14,9 @@ from leanclip.training.config import ParallelConfig
 
 
 def train_part(ranks, folder, logs, stop, resume=False, parallel=None):
-    vit = Path(folder) / f"vit-{ranks.rank}.json"
-    text = VIT["text_cfg"] | {"context_length": 77, "vocab_size": 49408}
-    vit.write_text(json.dumps(VIT | {"text_cfg": text}))
+    vit = vit_file(folder, text={"context_length": 77, "vocab_size": 49408})
     values = {
-        "train_data": str(BUNDLED / "train-*.tar"), "model": str(vit), "global_batch_size": 31, "epochs": 3,
+        "train_data": str(BUNDLED / "train-*.tar"), "model": vit, "global_batch_size": 31, "epochs": 3,
         "max_steps": 6, "precision": "fp64", "device": "cpu", "workers": 0, "loss": "fastclip-v2", "logs": str(logs),
         "name": "run", "log_every": 1, "eval_every": 0, "save_every": 3, "warmup": 0, "opt": "sgdm", "lr": 0.1,
         "seed": 4,

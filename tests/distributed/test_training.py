@@ -21,6 +21,9 @@ CHECKPOINTED = [Case("fastclip-v3", micro, wrap, "float64", "checkpointing") for
                 itertools.product((False, True), ("ddp", "fsdp"))]  # fmt: skip
 
 
+OPTIMIZERS = [Case("fastclip-v2", micro, "fsdp", "float64", opt) for micro, opt in ((True, "adamw"), (False, "lamb"))]
+
+
 def pairwise(size):
     """A choice in which every two values of loss, N, micro-batches, wrapping and precision meet somewhere."""
     chosen = []
@@ -64,14 +67,24 @@ def assert_equal(found, right, dtype):
 def check(cases, size, folder):
     results = run_ranks(run_all, size, folder, cases)
     for case in cases:
-        right = run(case._replace(micro=False, extra=""), Ranks(0, 1, None), folder)
+        plain = case._replace(micro=False, extra="" if case.extra == "checkpointing" else case.extra)
+        right = run(plain, Ranks(0, 1, None), folder)
         for found in results:
             assert_equal(found[case.name], right, case.dtype)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_equal_one_process(size, tmp_path):
-    check(pairwise(size) + (CHECKPOINTED if size == 2 else []), size, tmp_path)
+    check(pairwise(size) + (CHECKPOINTED + OPTIMIZERS if size == 2 else []), size, tmp_path)
+
+
+def test_patch_dropout_in_micro_batches(tmp_path):
+    """Each rank drops what its own random numbers say, the same in both passes, whatever is around the model."""
+    cases = [Case("fastclip-v3", True, wrap, "float64", "dropout") for wrap in ("ddp", "fsdp")]
+    for found in run_ranks(run_all, 2, tmp_path, cases):
+        assert_equal(found[cases[1].name], found[cases[0].name], "float64")
+        plain = run_all(Ranks(0, 1, None), tmp_path, [cases[0]._replace(extra="")])
+        assert found[cases[0].name]["step 0 loss"] != plain[cases[0]._replace(extra="").name]["step 0 loss"]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What one rank of the training tests does: three steps of a small ViT, for each of a list of cases."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import leanclip
 from leanclip.data import Batch
 from leanclip.distributed import replicated, sharded, whole
 from leanclip.models import ModelConfig, create_model
+from leanclip.optim import OptimConfig, create_optimizer
 from leanclip.training.pieces import Pieces
 from leanclip.training.step import training_step
 
@@ -26,7 +28,7 @@ class Case(NamedTuple):
     micro: bool
     wrap: str  # ddp or fsdp
     dtype: str
-    extra: str = ""  # "checkpointing"
+    extra: str = ""  # "checkpointing", "dropout", or another optimizer than SGD
 
     @property
     def name(self):
@@ -35,15 +37,20 @@ class Case(NamedTuple):
         )
 
 
-def small_vit(folder, **vision):
-    """A small open_clip ViT without dropout."""
-    path = Path(folder) / f"vit-{len(vision)}.json"
+def vit_file(folder, *, vision=None, text=None):
+    """The config of a small open_clip ViT without dropout; any rank may be the first to write it."""
+    path = Path(folder) / f"vit-{len(vision or {})}-{len(text or {})}.json"
     if not path.exists():
-        temporary = path.with_suffix(f".{torch.initial_seed()}.{id(path)}")
-        temporary.write_text(json.dumps(VIT | {"vision_cfg": VIT["vision_cfg"] | vision}))
+        temporary = path.with_suffix(f".{os.getpid()}")
+        changed = {"vision_cfg": VIT["vision_cfg"] | (vision or {}), "text_cfg": VIT["text_cfg"] | (text or {})}
+        temporary.write_text(json.dumps(VIT | changed))
         temporary.rename(path)
+    return str(path)
+
+
+def small_vit(folder, **vision):
     torch.manual_seed(3)
-    return create_model(ModelConfig(model=str(path)))
+    return create_model(ModelConfig(model=vit_file(folder, vision=vision)))
 
 
 def batch(step, dtype):
@@ -53,10 +60,10 @@ def batch(step, dtype):
     return images, tokens, torch.randperm(SAMPLES // 2, generator=draw)[:BATCH]  # half of them, so that they return
 
 
-def run(case, ranks, folder, **vision):
+def run(case, ranks, folder):
     """Each step's loss and gradients as the optimizer sees them, and the weights and tables at the end."""
     dtype = getattr(torch, case.dtype)
-    model = small_vit(folder, **vision).to(dtype)
+    model = small_vit(folder, **({"patch_dropout": 0.5} if case.extra == "dropout" else {})).to(dtype).train()
     if case.extra == "checkpointing":
         model.checkpoint_activations()
     stateful = case.loss not in ("infonce", "siglip")
@@ -67,9 +74,13 @@ def run(case, ranks, folder, **vision):
     else:
         towers = replicated(model, ranks, device)
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": 0.3}]
-    optimizer = torch.optim.SGD(
-        [*groups, *({"params": g["params"], "lr": 0.05} for g in loss.param_groups())], momentum=0.9
-    )
+    groups += [{"params": group["params"], "lr": 0.05} for group in loss.param_groups()]
+    if case.extra in ("adamw", "lamb"):
+        # A large epsilon, or they would make steps of the rounding in gradients whose true value is zero.
+        config = OptimConfig(opt=case.extra, lr=0.01, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-3)
+        optimizer = create_optimizer(config, groups)
+    else:
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
     named = [*model.named_parameters(), *loss.named_parameters()]
     seen: dict[str, torch.Tensor] = {}
 

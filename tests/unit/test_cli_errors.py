@@ -75,11 +75,6 @@ def test_resuming_a_directory_without_checkpoints(capsys, tmp_path):
     assert "no checkpoint in" in line
 
 
-def test_several_processes_are_refused(capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "one process so far" in complaint(train(), capsys)
-
-
 def test_empty_data(capsys, tmp_path):
     (tmp_path / "empty.tar").write_bytes(b"\0" * 10240)
     line = complaint(train("--train-data", str(tmp_path / "empty.tar")), capsys)

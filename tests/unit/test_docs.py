@@ -24,7 +24,9 @@ COMMAND = re.compile(r"(?:^|`|: +)leanclip ([^`\n]*)", re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 # Named in the documentation because OpenCLIP has them or other programs do, not because we do.
-FOREIGN_FLAGS = {"sort", "nproc-per-node"}
+FOREIGN_FLAGS = {
+    "logdir", "sort", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "local-loss", "gather-with-grad",
+}  # fmt: skip
 
 
 def flags_of(kind: type) -> set[str]:

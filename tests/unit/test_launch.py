@@ -31,7 +31,14 @@ def test_a_batch_script_itself_is_alone():
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("node1", "node1"), ("a1,b2", "a1"), ("n[03-05,09],m1", "n03"), ("r[1-2]-ib", "r1-ib"), ("gpu-7", "gpu-7")],
+    [
+        ("node1", "node1"),
+        ("a1,b2", "a1"),
+        ("n[03-05,09],m1", "n03"),
+        ("r[1-2]-ib", "r1-ib"),
+        ("gpu-7", "gpu-7"),
+        ("r[1-2]n[3-4]", "r1n3"),
+    ],
 )
 def test_first_host(nodes, first):
     assert first_host(nodes) == first

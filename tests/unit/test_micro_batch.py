@@ -101,6 +101,16 @@ def test_running_averages_move_once_by_the_mean_over_the_micro_batches():
     assert norm.num_batches_tracked == 1  # thawed
 
 
+def test_frozen_synchronised_layers_keep_their_count():
+    norm = nn.SyncBatchNorm(4).train()
+    averages = RunningAverages(norm)
+    with averages.frozen():
+        assert norm.momentum == 0.0
+        assert norm.num_batches_tracked is not None
+        norm.num_batches_tracked.add_(1)  # as its forward pass does, which wants a GPU
+    assert norm.momentum == 0.1 and norm.num_batches_tracked == 0
+
+
 def test_a_resnet_trains_in_micro_batches():
     torch.manual_seed(0)
     model = create_model(ModelConfig(model="leanclip-tiny")).train()

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 from browser import NAMES, find_browser, inspect_page
 from leanclip.errors import UserError
 from leanclip.reporting import write_report
-from leanclip.reporting.content import duration, key_figures, moment, recall_charts, tables, training_charts
+from leanclip.reporting.content import duration, evaluation_charts, key_figures, moment, tables, training_charts
 from leanclip.reporting.record import read_run
 
 needs_browser = pytest.mark.skipif(find_browser() is None, reason=f"none of {', '.join(NAMES)} is installed")
@@ -169,7 +169,7 @@ def test_every_set_has_its_own_table_and_charts(tmp_path: Path):
     rows = [eval_row(0, 0.1), eval_row(0, 0.2) | {"set": "photos"}, eval_row(5, 0.3)]
     run = read_run(write_run(tmp_path, rows))
     assert [(t.set, len(t.rows)) for t in tables(run)] == [("val", 2), ("photos", 1)]
-    assert len(recall_charts(run)) == 2, "a single evaluation makes no curve"
+    assert len(evaluation_charts(run)) == 2, "a single evaluation makes no curve"
 
 
 def test_running_run_says_what_is_not_there_yet(tmp_path: Path):

@@ -11,7 +11,7 @@ from rich.console import Console
 from leanclip import __version__
 from leanclip.cli.parse import parse
 from leanclip.config import load_toml, override, save_toml
-from leanclip.distributed import device_for, joined, launched
+from leanclip.distributed import PROGRESS, device_for, joined, launched
 from leanclip.losses import LossConfig
 from leanclip.recipes import load_recipe
 from leanclip.training import Job, RunDirectory, TrainConfig, describe, device_of, set_up, train
@@ -54,8 +54,8 @@ def run(arguments: list[str]) -> None:
     settings = command.settings
     settings = replace(settings, run=replace(settings.run, device=device_for(launch, settings.run.device)))
     device, timeout = device_of(settings.run.device), settings.parallel.dist_timeout
-    with joined(launch, device, timeout=timeout, always=settings.parallel.fsdp) as watch:
-        start(settings, dry_run=command.dry_run, alive=watch.progress)
+    with joined(launch, device, timeout=timeout, always=settings.parallel.fsdp):
+        start(settings, dry_run=command.dry_run, alive=PROGRESS)
 
 
 def start(settings: TrainConfig, *, dry_run: bool, alive: Callable[[], None]) -> None:

@@ -152,9 +152,11 @@ class _Walk:
             if not sound:
                 if not header[0] and not any(header):
                     position = self._after_zeros(position)
+                    if position is not None or name is not None:
+                        self.broken["header"] += 1  # a hole, or tars strung together: nobody can tell
                     if position is None:
                         return
-                    self.broken["header"] += 1  # a hole, or tars strung together: nobody can tell
+                    name, length = None, None
                     continue
                 try:
                     declared = _check(header)

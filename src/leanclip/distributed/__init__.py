@@ -4,11 +4,12 @@ from leanclip.distributed.launch import Launch, device_for, joined, launched
 from leanclip.distributed.ledger import LEDGER, Ledger, Traffic, traffic
 from leanclip.distributed.parallel import reducing, replicated, sharded, split_like, whole
 from leanclip.distributed.ranks import Ranks, Rows
-from leanclip.distributed.watch import LOST, Watch
+from leanclip.distributed.watch import LOST, PROGRESS, Watch
 
 __all__ = [
     "LEDGER",
     "LOST",
+    "PROGRESS",
     "Launch",
     "Ledger",
     "Ranks",

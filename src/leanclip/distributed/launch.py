@@ -3,6 +3,8 @@
 import contextlib
 import os
 import re
+import socket
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -62,9 +64,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
 
 def first_host(nodes: str) -> str:
     """The first name of a SLURM node list: node[03-05,09],other -> node03."""
-    head = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
-    assert head is not None
-    return "".join(part or "" for part in head.groups())
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).partition(",")[0]
 
 
 @contextlib.contextmanager
@@ -79,7 +79,6 @@ def joined(launch: Launch, device: torch.device, *, timeout: float, always: bool
         return
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not _shares_a_gpu(launch) else "gloo"
     store: Store = HashStore()
     try:
         if launch.size > 1:
@@ -96,7 +95,11 @@ def joined(launch: Launch, device: torch.device, *, timeout: float, always: bool
             )
             store = PrefixStore(f"leanclip/{attempt}", tcp)
         dist.init_process_group(
-            backend, store=store, rank=launch.rank, world_size=launch.size, timeout=timedelta(seconds=timeout)
+            _backend(store, launch, device),
+            store=store,
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timedelta(seconds=2 * timeout + 30),  # the watch speaks first, and knows more
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -106,20 +109,22 @@ def joined(launch: Launch, device: torch.device, *, timeout: float, always: bool
         ) from error
     watch = Watch(store, launch.rank, launch.size, timeout)
     watch.start()
+    failed = True
     try:
         yield watch
-        watch.stop()
+        failed = False
     except UserError:
-        watch.stop()
         raise
     except (RuntimeError, OSError) as error:
         # Where another rank is the cause, that is the news, not the collective in which this one noticed.
         watch.explain(error)
         raise
     finally:
-        watch.stop()
+        watch.stop(failed=failed)
         with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+            if not failed:
+                dist.barrier()  # whoever keeps the store leaves with the last
+                dist.destroy_process_group()  # after a failure it might wait for what is still on its way
 
 
 def device_for(launch: Launch, name: str | None) -> str:
@@ -131,6 +136,17 @@ def device_for(launch: Launch, name: str | None) -> str:
     return name
 
 
-def _shares_a_gpu(launch: Launch) -> bool:
-    """More processes than GPUs on this host: NCCL refuses that, gloo does not."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", launch.size)) > torch.cuda.device_count()
+def _backend(store: Store, launch: Launch, device: torch.device) -> str:
+    """NCCL between GPUs; gloo where there are none, or where two ranks share one, which NCCL refuses."""
+    place = f"{socket.gethostname()} cpu {launch.rank}"
+    if device.type == "cuda":
+        place = f"{socket.gethostname()} cuda {torch.cuda.get_device_properties(device).uuid}"
+    store.set(f"place/{launch.rank}", place)
+    places = [store.get(f"place/{rank}").decode() for rank in range(launch.size)]
+    if all(" cuda " in other for other in places) and len(set(places)) == len(places):
+        return "cpu:gloo,cuda:nccl"
+    if device.type == "cuda" and launch.rank == 0:
+        print(
+            "leanclip: processes share a GPU, so they talk through gloo, slowly; give each its own", file=sys.stderr
+        )
+    return "gloo"

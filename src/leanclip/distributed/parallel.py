@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from leanclip.distributed.ranks import Ranks, as_bytes
+from leanclip.errors import UserError
 
 
 def replicated(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
@@ -29,10 +30,13 @@ def replicated(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Modul
 def sharded(model: nn.Module, ranks: Ranks, device: torch.device, *, methods: tuple[str, ...] = ()) -> nn.Module:
     """FSDP2, block by block: every rank keeps a part of weights, gradients and optimizer state.
 
-    Parameters that are not trained and scalars stay whole. `methods` are called beside `forward`.
+    Scalars, which are not trained, stay whole. `methods` are called beside `forward`.
     """
+    if device.type == "cuda" and "nccl" not in str(dist.get_backend_config(ranks.group)):
+        raise UserError("--fsdp needs a GPU for each process; start as many processes as there are GPUs")
     mesh = ranks.mesh(device.type)
     ignored = {parameter for parameter in model.parameters() if parameter.ndim == 0}
+    assert not any(parameter.requires_grad for parameter in ignored), "nobody would average its gradient"
     for block in blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params=ignored)

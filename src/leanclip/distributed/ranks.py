@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from leanclip.distributed.ledger import LEDGER
+from leanclip.distributed.watch import PROGRESS
 from leanclip.errors import UserError
 
 T = TypeVar("T")
@@ -72,6 +73,7 @@ class Ranks:
             padded[: len(local)] = local
         everyone = padded.new_empty(self.size * width, *local.shape[1:])
         LEDGER.record(purpose, everyone.nbytes)
+        PROGRESS()
         work = dist.all_gather_into_tensor(as_bytes(everyone), as_bytes(padded), group=self.group, async_op=True)
 
         def wait(sent: Tensor = padded) -> Tensor:  # which must live until it has been sent
@@ -88,6 +90,7 @@ class Ranks:
         """The sum over all ranks, in place."""
         if self.size > 1:
             LEDGER.record(purpose, local.nbytes)
+            PROGRESS()
             dist.all_reduce(local, group=self.group)
         return local
 
@@ -96,6 +99,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
+        PROGRESS()
         dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -109,6 +113,7 @@ class Ranks:
                 outcome[0] = call()
             except UserError as error:
                 outcome[1] = error
+        PROGRESS()
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
             outcome[1].told = not self.first

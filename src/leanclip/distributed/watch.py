@@ -1,6 +1,6 @@
 """A watch over the other ranks: who died or hangs is named, and nobody waits for him longer than the time-out.
 
-Every process tells the store twice a second or so that it lives and how far its main thread has come. A thread of
+Every process tells the store every other second that it lives and how far its main thread has come. A thread of
 its own reads what the others say, because the main thread may be waiting inside a collective for the very rank that
 is gone.
 """
@@ -16,7 +16,24 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+
+class Progress:
+    """How far the main thread has come: the collectives that it began and the steps that it finished.
+
+    All ranks go through the same ones in the same order, so one with fewer is the one that the others wait for.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.moved = 0, time.monotonic()
+
+    def __call__(self) -> None:
+        self.count += 1
+        self.moved = time.monotonic()
+
+
+PROGRESS = Progress()  # of this process
 LOST = 3  # exit code: another rank died or hangs
+WORKING, DONE, FAILED = "working", "done", "failed"
 
 
 @dataclass
@@ -27,20 +44,24 @@ class _Seen:
     progress: int = -1
     beat_at: float = 0.0
     progress_at: float = 0.0
-    finished: bool = False
+    ending: str = "working"
     where: str = "?"
+
+    @property
+    def finished(self) -> bool:
+        return self.ending != WORKING
 
 
 class Watch:
-    """`progress` is called by the main thread whenever it has come a step further."""
+    """Looks after the other ranks, from `start` to `stop`, in a thread."""
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout: float) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.interval = min(2.0, timeout / 8)
-        self._progress, self._moved = 0, time.monotonic()
         self._seen = {other: _Seen() for other in range(size) if other != rank}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._ending = DONE
 
     def start(self) -> None:
         if self.store is None or self.size == 1:
@@ -54,15 +75,11 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="leanclip-watch", daemon=True)
         self._thread.start()
 
-    def progress(self) -> None:
-        """The main thread has come further."""
-        self._progress += 1
-        self._moved = time.monotonic()
-
-    def stop(self) -> None:
-        """This rank is done, and says so."""
+    def stop(self, *, failed: bool = False) -> None:
+        """This rank is done, or gives up, and says so."""
         if self._thread is None:
             return
+        self._ending = FAILED if failed else DONE
         self._stopping.set()
         self._thread.join(timeout=self.interval * 2)
         self._thread = None
@@ -76,8 +93,8 @@ class Watch:
             lost = self._lost(patience=3 * self.interval)
             if lost:
                 self._leave(lost)
-            if ended := [str(other) for other, seen in self._seen.items() if seen.finished]:
-                self._leave(f"rank {', '.join(ended)} ended early; its own message says why")
+            if gone := self._gone():
+                self._leave(gone)
             time.sleep(self.interval / 4)
 
     def _run(self) -> None:
@@ -85,21 +102,22 @@ class Watch:
         while not self._stopping.wait(self.interval):
             beat += 1
             try:
-                self._tell(f"{beat} {self._progress} 0 {socket.gethostname()}:{os.getpid()}")
+                self._tell(f"{beat} {PROGRESS.count} {WORKING} {socket.gethostname()}:{os.getpid()}")
                 self._listen()
             except Exception as error:  # whatever a broken connection raises
                 if not self._stopping.is_set():
                     self._leave(f"the store of the process group does not answer ({_first_line(error)}): rank 0 or"
                                 " its host is gone")  # fmt: skip
                 return
-            stuck = time.monotonic() - self._moved > self.timeout
-            lost = self._lost(patience=self.timeout)
-            if lost:
+            stuck = time.monotonic() - PROGRESS.moved > self.timeout
+            if lost := self._lost(patience=self.timeout):
                 self._leave(lost)
-            elif stuck and (behind := self._behind()):
-                self._leave(behind)
+            elif gave_up := self._gone(FAILED):
+                self._leave(gave_up)
+            elif stuck:
+                self._leave(self._behind())
         try:
-            self._tell(f"{beat + 1} {self._progress} 1 {socket.gethostname()}:{os.getpid()}")
+            self._tell(f"{beat + 1} {PROGRESS.count} {self._ending} {socket.gethostname()}:{os.getpid()}")
         except Exception:
             return  # the others are gone already
 
@@ -113,8 +131,7 @@ class Watch:
         for other, seen in self._seen.items():
             if seen.finished or not self.store.check([f"watch/{other}"]):
                 continue
-            beat, progress, finished, where = self.store.get(f"watch/{other}").decode().split(" ", 3)
-            seen.where, seen.finished = where, finished == "1"
+            beat, progress, seen.ending, seen.where = self.store.get(f"watch/{other}").decode().split(" ", 3)
             if int(beat) != seen.beat:
                 seen.beat, seen.beat_at = int(beat), now
             if int(progress) != seen.progress:
@@ -129,11 +146,21 @@ class Watch:
         names = ", ".join(f"rank {r} ({self._seen[r].where})" for r in silent)
         return f"{names} gave no sign of life for {max(silent.values()):.0f} s: it died or its host hangs"
 
-    def _behind(self) -> str | None:
+    def _gone(self, *endings: str) -> str | None:
+        """Ranks that ended while this one goes on."""
+        ended = [str(r) for r, s in self._seen.items() if s.ending in (endings or (DONE, FAILED))]
+        return f"rank {', '.join(ended)} ended early; its own message says why" if ended else None
+
+    def _behind(self) -> str:
         """Ranks that live but have not come as far as this one, while this one waits."""
-        behind = [r for r, s in self._seen.items() if not s.finished and s.progress < self._progress]
+        behind = [r for r, s in self._seen.items() if not s.finished and s.progress < PROGRESS.count]
         if not behind:
-            return None
+            everyone = [s.progress for s in self._seen.values() if not s.finished]
+            if any(progress > PROGRESS.count for progress in everyone):
+                return (
+                    f"it hangs itself: it has not come further for {self.timeout:.0f} s, and the others wait for it"
+                )
+            return f"nobody has come further for {self.timeout:.0f} s: all ranks wait inside the same operation"
         names = ", ".join(f"rank {r} ({self._seen[r].where})" for r in behind)
         return f"{names} hangs: it has not come further for {self.timeout:.0f} s while the others wait for it"
 

@@ -2,7 +2,7 @@
 
 from leanclip.evaluation.embed import Embedded, embed
 from leanclip.evaluation.labelled import LabelledSet, bundled_groups, labelled_sets, open_imagenet, open_labelled
-from leanclip.evaluation.panel import retrieval_panel
+from leanclip.evaluation.panel import hardest_negatives, retrieval_panel
 from leanclip.evaluation.prompts import Prompts, prompts_for
 from leanclip.evaluation.retrieval import RECALLS, retrieval_metrics
 from leanclip.evaluation.zero_shot import ZERO_SHOT_METRICS, Classified, ClassifierCache, classify, summary
@@ -18,6 +18,7 @@ __all__ = [
     "bundled_groups",
     "classify",
     "embed",
+    "hardest_negatives",
     "labelled_sets",
     "open_imagenet",
     "open_labelled",

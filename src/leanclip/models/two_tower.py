@@ -16,7 +16,7 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
 from torch import Tensor, nn
 
-from leanclip.distributed import whole
+from leanclip.distributed import Ranks, whole
 from leanclip.errors import UserError
 from leanclip.models.config import ModelConfig
 
@@ -117,8 +117,17 @@ class TwoTower(nn.Module):
         return float(bias.detach().reshape(())) if isinstance(bias, Tensor) else None
 
     def weights(self, tau: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
-        """The open_clip state dict with the loss's temperature and bias in it. All ranks call it together."""
-        weights = {name: whole(value.detach()).contiguous() for name, value in self.clip.state_dict().items()}
+        """The open_clip state dict on the host, with the loss's temperature and bias in it.
+
+        All ranks call it together, since each may hold a part; the first gets the result, the others nothing.
+        """
+        weights = {}
+        for name, value in self.clip.state_dict().items():
+            complete = whole(value.detach())
+            if Ranks.current().first:
+                weights[name] = complete.contiguous().cpu()
+        if not weights:
+            return {}
         weights["logit_scale"] = tau.detach().log().neg().to(weights["logit_scale"]).expand_as(weights["logit_scale"])
         if "logit_bias" in weights:
             value = torch.zeros(()) if bias is None else bias.detach()

@@ -43,6 +43,8 @@ def create_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optim
     extra: dict[str, Any] = {"momentum": config.momentum}
     if "sgd" not in name and name != "momentum":
         extra = {"betas": (config.beta1, config.beta2), "eps": config.eps_opt}
+    if name.startswith("lamb"):
+        extra["max_grad_norm"] = None  # timm's LAMB would clip to 1 by itself; --grad-clip-norm is the one place
     try:
         return create_optimizer_v2(groups, opt=name, lr=config.lr, weight_decay=config.wd, **extra)  # pyright: ignore[reportArgumentType]
     except (TypeError, IndexError, ValueError, ImportError, AssertionError) as error:

@@ -12,16 +12,20 @@ from html import escape
 WIDTH, HEIGHT = 380, 196
 LEFT, RIGHT, TOP, BOTTOM = 54, 370, 10, 172
 BUCKETS = 240
-COLOURS = 6
+COLOURS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line: `y[i]` was measured at `x[i]`; NaN or infinity in `y` is a gap."""
+    """One line: `y[i]` was measured at `x[i]`; NaN or infinity in `y` is a gap.
+
+    `colour` is the number of its colour, where it shall be the same in several charts.
+    """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
+    colour: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.x) != len(self.y):
@@ -168,7 +172,7 @@ def draw(chart: Chart) -> str:
         *grid(x_axis, y_axis, chart.x_label),
         *(reference_line(r, y_axis, chart.unit) for r in references),
         *(
-            curve(s, indices, x_axis, y_axis, number, markers=chart.markers)
+            curve(s, indices, x_axis, y_axis, colour(s, number), markers=chart.markers)
             for number, (s, indices) in enumerate(zip(chart.series, kept, strict=True))
         ),
         f'<line class="cursor" y1="{TOP}" y2="{BOTTOM}" visibility="hidden"/>',
@@ -219,19 +223,25 @@ def curve(series: Series, indices: list[int], x_axis: Axis, y_axis: Axis, number
             parts.append("M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points))
         if len(points) == 1 or (markers and len(indices) <= 60):
             dots += points
-    style = f"series-{number % COLOURS}"
+    style = f"series-{number}"
     path = f'<path class="line {style}" d="{"".join(parts)}"/>' if parts else ""
     return path + "".join(f'<circle class="dot {style}" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y in dots)
 
 
+def colour(series: Series, number: int) -> int:
+    return (number if series.colour is None else series.colour) % COLOURS
+
+
+def key(number: int) -> str:
+    """A short piece of the line that a colour number has."""
+    path = f'<path class="line series-{number}" d="M1,4L21,4"/>'
+    return f'<svg class="key" viewBox="0 0 22 8" aria-hidden="true">{path}</svg>'
+
+
 def legend(series: Sequence[Series]) -> str:
-    if len(series) < 2:
+    if len(series) < 2 and all(s.colour is None for s in series):
         return ""
-    rows = (
-        f'<li><svg class="key" viewBox="0 0 22 8" aria-hidden="true"><path class="line series-{i % COLOURS}" '
-        f'd="M1,4L21,4"/></svg>{escape(s.name)}</li>'
-        for i, s in enumerate(series)
-    )
+    rows = (f"<li>{key(colour(s, i))}{escape(s.name)}</li>" for i, s in enumerate(series))
     return f'<ul class="legend">{"".join(rows)}</ul>'
 
 

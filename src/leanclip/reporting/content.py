@@ -13,6 +13,7 @@ from leanclip.reporting.record import Evaluation, RunRecord, number
 DIRECTIONS = {"text_to_image": "Text to image", "image_to_text": "Image to text"}
 HEADLINE = "text_to_image_recall@10"
 RECALL = re.compile(r"(text_to_image|image_to_text)_recall@(\d+)")
+ZERO_SHOT = {"top1": "top-1", "top5": "top-5", "mean_per_class_recall": "mean per class"}
 NOT_METRICS = re.compile(r"images|captions|chance@\d+")
 # Never a curve of its own: the axes and what the throughput already says.
 NOT_CURVES = {"kind", "step", "epoch", "samples", "seconds"}
@@ -40,9 +41,53 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Column:
+    """A metric in a table; `better` is 1 where more is better, -1 where less is, 0 where nobody knows."""
+
+    key: str
+    title: str
+    share: bool = True  # shown in percent
+    better: int = 1
+    chance: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
 class Group:
     title: str
-    columns: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """How a logged number is drawn."""
+
+    title: str
+    unit: str = ""
+    from_zero: bool = False
+    scale: float = 1.0
+    always: bool = False  # also where a run has not logged it
+
+
+TAU = "Temperature \N{GREEK SMALL LETTER TAU}"
+CURVES = {
+    "loss": Curve(title="Loss", always=True),
+    "tau": Curve(title=TAU, always=True),
+    "lr": Curve(title="Learning rate", from_zero=True, always=True),
+    "samples_per_second": Curve(title="Throughput (samples per second)", from_zero=True, always=True),
+    "grad_norm": Curve(title="Gradient norm", from_zero=True, always=True),
+    "data_wait": Curve(title="Waiting for data (% of time)", unit=" %", from_zero=True, scale=100, always=True),
+    "gpu_memory_gib": Curve(title="Peak GPU memory (GiB)", unit=" GiB", from_zero=True),
+    "resident_gib": Curve(title="Resident memory (GiB)", unit=" GiB", from_zero=True),
+    "loss_bytes": Curve(title="Spread over the processes for the loss (MB per step)", unit=" MB", scale=1e-6),
+    "loss_collectives": Curve(title="Collectives for the loss per step", from_zero=True),
+}
+MEMORY = ("gpu_memory_gib", "resident_gib")
+HISTOGRAMS = {
+    "log_u_image": "Estimator log u of the images",
+    "log_u_text": "Estimator log u of the texts",
+    "tau_image": f"{TAU} of the images",
+    "tau_text": f"{TAU} of the texts",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +99,10 @@ class Table:
     groups: tuple[Group, ...]
     rows: tuple[Row, ...]
     chance: tuple[str, ...]
+
+    @property
+    def several(self) -> bool:
+        return len(self.rows) > 1
 
 
 def percent(share: float) -> str:
@@ -106,7 +155,33 @@ def last_finite(values: Sequence[float]) -> float:
 
 
 def key_figures(run: RunRecord) -> list[KeyFigure]:
-    return [recall_figure(run), loss_figure(run), throughput_figure(run), tau_figure(run), time_figure(run)]
+    found = [recall_figure(run), *zero_shot_figures(run), loss_figure(run), throughput_figure(run)]
+    return [*found, *memory_figures(run), tau_figure(run), time_figure(run)]
+
+
+def zero_shot_figures(run: RunRecord) -> list[KeyFigure]:
+    """One figure for each set that was classified: its last top-1."""
+    last = {e.set: e for e in run.evaluations if math.isfinite(e.metrics.get("top1", math.nan))}
+    found: list[KeyFigure] = []
+    for name, evaluation in last.items():
+        chance = evaluation.metrics.get("chance@1", math.nan)
+        details = [f"chance {percent(chance)}"] if chance > 0 else []
+        details.append("before training" if evaluation.step == 0 else f"step {evaluation.step:,}")
+        found.append(
+            KeyFigure(
+                name=f"Zero-shot top-1, {name}", value=percent(evaluation.metrics["top1"]), detail=", ".join(details)
+            )
+        )
+    return found
+
+
+def memory_figures(run: RunRecord) -> list[KeyFigure]:
+    for key in MEMORY:
+        values = [v for v in run.column(key) if math.isfinite(v)]
+        if values:
+            kind = "peak of the GPU" if key == "gpu_memory_gib" else "resident, at most"
+            return [KeyFigure(name="Memory", value=f"{max(values):.3g} GiB", detail=kind)]
+    return []
 
 
 def recall_figure(run: RunRecord) -> KeyFigure:
@@ -169,28 +244,26 @@ def progress(run: RunRecord) -> float | None:
     return min(1.0, (run.steps[-1] if run.train else 0.0) / planned)
 
 
+def curves(runs: Sequence[RunRecord]) -> dict[str, Curve]:
+    """What to draw: the curves that every run has, then every other number that one of them logged."""
+    logged = {key for run in runs for row in run.train for key, value in row.items() if math.isfinite(number(value))}
+    known = {key: curve for key, curve in CURVES.items() if curve.always or key in logged}
+    return known | {key: Curve(title=key) for key in sorted(logged - CURVES.keys() - NOT_CURVES)}
+
+
 def training_charts(run: RunRecord) -> list[Chart]:
     """Curves over steps: the ones every run has, then every other number the run logged."""
     if not run.train:
         return []
-    named = {
-        "loss": Chart(title="Loss", series=()),
-        "tau": Chart(title="Temperature \N{GREEK SMALL LETTER TAU}", series=()),
-        "lr": Chart(title="Learning rate", series=(), from_zero=True),
-        "samples_per_second": Chart(title="Throughput (samples per second)", series=(), from_zero=True),
-        "grad_norm": Chart(title="Gradient norm", series=(), from_zero=True),
-        "data_wait": Chart(title="Waiting for data (% of time)", series=(), unit=" %", from_zero=True),
-    }
-    others = {key for row in run.train for key, value in row.items() if math.isfinite(number(value))}
-    for key in sorted(others - named.keys() - NOT_CURVES):
-        named[key] = Chart(title=key, series=())
-    return [with_line(chart, run, key) for key, chart in named.items()]
-
-
-def with_line(chart: Chart, run: RunRecord, key: str) -> Chart:
-    scale = 100 if chart.unit == " %" else 1
-    line = Series(name=chart.title, x=run.steps, y=[scale * v for v in run.column(key)])
-    return Chart(title=chart.title, series=(line,), unit=chart.unit, from_zero=chart.from_zero)
+    return [
+        Chart(
+            title=curve.title,
+            series=(Series(name=curve.title, x=run.steps, y=[curve.scale * v for v in run.column(key)]),),
+            unit=curve.unit,
+            from_zero=curve.from_zero,
+        )
+        for key, curve in curves([run]).items()
+    ]
 
 
 def main_set(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
@@ -216,78 +289,108 @@ def chance_of(metrics: Mapping[str, float], direction: str, rank: int) -> float:
     return metrics.get(f"chance@{rank}", math.nan)
 
 
-def recall_charts(run: RunRecord) -> list[Chart]:
+def evaluation_charts(run: RunRecord) -> list[Chart]:
     charts: list[Chart] = []
     for name in sets(run.evaluations):
         chosen = [e for e in run.evaluations if e.set == name]
+        # One evaluation makes no curve; the table shows it.
+        if len(chosen) < 2:
+            continue
         for direction, title in DIRECTIONS.items():
-            series = [
-                Series(
-                    name=f"recall@{rank}",
-                    x=[e.step for e in chosen],
-                    y=[100 * e.metrics.get(f"{direction}_recall@{rank}", math.nan) for e in chosen],
-                )
-                for rank in ranks(chosen, direction)
-            ]
-            # One evaluation makes no curve; the table shows it.
-            if series and len(chosen) > 1:
-                chance = Reference(name="chance@10", value=100 * chance_of(chosen[-1].metrics, direction, 10))
-                charts.append(
-                    Chart(
-                        title=f"{title} recall on {name} (%)",
-                        series=series,
-                        unit=" %",
-                        from_zero=True,
-                        markers=True,
-                        references=(chance,),
-                    )
-                )
+            named = {f"{direction}_recall@{rank}": f"recall@{rank}" for rank in ranks(chosen, direction)}
+            chance = Reference(name="chance@10", value=100 * chance_of(chosen[-1].metrics, direction, 10))
+            charts += share_chart(f"{title} recall on {name} (%)", chosen, named, chance)
+        chance = Reference(name="chance", value=100 * chosen[-1].metrics.get("chance@1", math.nan))
+        found = {key: title for key, title in ZERO_SHOT.items() if any(key in e.metrics for e in chosen)}
+        charts += share_chart(f"Zero-shot classification of {name} (%)", chosen, found, chance)
     return charts
+
+
+def share_chart(
+    title: str, evaluations: Sequence[Evaluation], named: Mapping[str, str], chance: Reference
+) -> list[Chart]:
+    """Shares in percent over the evaluations, if there are any."""
+    series = [
+        Series(
+            name=name,
+            x=[e.step for e in evaluations],
+            y=[100 * e.metrics.get(key, math.nan) for e in evaluations],
+        )
+        for key, name in named.items()
+    ]
+    if not series:
+        return []
+    return [Chart(title=title, series=series, unit=" %", from_zero=True, markers=True, references=(chance,))]
 
 
 def tables(run: RunRecord) -> list[Table]:
     return [table(name, [e for e in run.evaluations if e.set == name]) for name in sets(run.evaluations)]
 
 
-def table(name: str, evaluations: Sequence[Evaluation]) -> Table:
-    """One row per evaluation: recalls in percent by direction, any other metric as it was recorded."""
-    groups: list[Group] = []
-    keys: list[str] = []
-    chance: list[str] = []
+def groups(evaluations: Sequence[Evaluation]) -> list[Group]:
+    """The columns of a set's table: recalls by direction, classification, and any other metric as it is."""
     last = evaluations[-1].metrics
+    known = {key for e in evaluations for key in e.metrics}
+    found: list[Group] = []
     for direction, title in DIRECTIONS.items():
-        found = ranks(evaluations, direction)
-        if found:
-            groups.append(Group(title=title, columns=tuple(f"R@{rank}" for rank in found)))
-            keys += [f"{direction}_recall@{rank}" for rank in found]
-            chances = (chance_of(last, direction, rank) for rank in found)
-            chance += [percent(value) if math.isfinite(value) else "" for value in chances]
-    others = {key for e in evaluations for key in e.metrics} - set(keys)
-    others = sorted(key for key in others if not NOT_METRICS.fullmatch(key))
-    if others:
-        groups.append(Group(title="Other", columns=tuple(others)))
-        keys += others
-        chance += [""] * len(others)
-    recall_columns = len(keys) - len(others)
-    best = [
-        max((v for e in evaluations if math.isfinite(v := e.metrics.get(key, math.nan))), default=0) for key in keys
+        columns = [
+            Column(key=f"{direction}_recall@{rank}", title=f"R@{rank}", chance=chance_of(last, direction, rank))
+            for rank in ranks(evaluations, direction)
+        ]
+        if f"{direction}_median_rank" in known:
+            columns.append(Column(key=f"{direction}_median_rank", title="median rank", share=False, better=-1))
+        found.append(Group(title=title, columns=tuple(columns)))
+    chance = {"top1": last.get("chance@1", math.nan), "top5": last.get("chance@5", math.nan)}
+    columns = [
+        Column(key=key, title=title, chance=chance.get(key, math.nan))
+        for key, title in ZERO_SHOT.items()
+        if key in known
     ]
+    found.append(Group(title="Zero-shot", columns=tuple(columns)))
+    others = sorted(
+        key for key in known - {c.key for g in found for c in g.columns} if not NOT_METRICS.fullmatch(key)
+    )
+    found.append(
+        Group(title="Other", columns=tuple(Column(key=key, title=key, share=False, better=0) for key in others))
+    )
+    return [group for group in found if group.columns]
+
+
+def table(name: str, evaluations: Sequence[Evaluation]) -> Table:
+    """One row per evaluation: shares in percent, any other metric as it was recorded."""
+    found = groups(evaluations)
+    columns = [column for group in found for column in group.columns]
+    best = [best_of(column, [e.metrics.get(column.key, math.nan) for e in evaluations]) for column in columns]
     rows = [
         Row(
             label="before training" if e.step == 0 else f"{e.step:,}",
             epoch=f"{e.epoch:.4g}" if math.isfinite(e.epoch) else DASH,
             cells=tuple(
-                Cell(
-                    text=(percent if i < recall_columns else plain)(value),
-                    # Whether more is better is only known for recalls; one row has nothing to be best of.
-                    best=i < recall_columns and len(evaluations) > 1 and value > 0 and value == best[i],
-                )
-                for i, value in enumerate(e.metrics.get(key, math.nan) for key in keys)
+                # One row has nothing to be best of.
+                cell(column, e.metrics.get(column.key, math.nan), best[i] if len(evaluations) > 1 else math.nan)
+                for i, column in enumerate(columns)
             ),
         )
         for e in evaluations
     ]
-    images, captions = last.get("images", math.nan), last.get("captions", math.nan)
-    size = f"{count(images)} images, {count(captions)} captions" if math.isfinite(images + captions) else ""
-    shown_chance = tuple(chance) if any(chance) else ()
-    return Table(set=name, size=size, groups=tuple(groups), rows=tuple(rows), chance=shown_chance)
+    last = evaluations[-1].metrics
+    sizes = [f"{count(last[key])} {key}" for key in ("images", "captions") if math.isfinite(last.get(key, math.nan))]
+    chance = tuple(percent(column.chance) if math.isfinite(column.chance) else "" for column in columns)
+    return Table(
+        set=name,
+        size=", ".join(sizes),
+        groups=tuple(found),
+        rows=tuple(rows),
+        chance=chance if any(chance) else (),
+    )
+
+
+def best_of(column: Column, values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value) and value > 0]
+    if not finite or not column.better:
+        return math.nan
+    return max(finite) if column.better > 0 else min(finite)
+
+
+def cell(column: Column, value: float, best: float) -> Cell:
+    return Cell(text=(percent if column.share else plain)(value), best=value == best)

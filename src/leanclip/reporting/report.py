@@ -1,6 +1,7 @@
-"""One self-contained HTML page for one run: no network, no file beside it."""
+"""One self-contained HTML page for one run, or for several side by side: no network, no file beside it."""
 
 import os
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -9,25 +10,36 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from leanclip.errors import UserError
-from leanclip.reporting import content
-from leanclip.reporting.chart import Chart, draw
-from leanclip.reporting.record import Panel, RunRecord, number, read_run
+from leanclip.reporting import comparison, content
+from leanclip.reporting.chart import COLOURS, Chart, draw, key
+from leanclip.reporting.confusion import confusion
+from leanclip.reporting.heat import draw_histograms
+from leanclip.reporting.record import RunRecord, number, read_run
+
+SENDERS = {"leanclip": "leanclip", "openclip": "OpenCLIP's local loss", "disco_clip": "DisCo-CLIP"}
 
 
-def write_report(run: Path, output: Path | None = None) -> Path:
-    """Write the report of a run, finished or still going, and return its path.
+def write_report(runs: Path | Sequence[Path], output: Path | None = None) -> Path:
+    """Write the report of a run, or the comparison of several, finished or still going, and return its path.
 
     An earlier report is replaced in one step, so a browser never loads half a page.
 
     Args:
-        run: the directory that training wrote.
-        output: where the page goes; `report.html` in the run directory when left out.
+        runs: the directory that training wrote, or several of them.
+        output: where the page goes; when left out `report.html` in the run directory, or for several runs
+            `comparison.html` beside the first one.
 
     Raises:
         UserError: there is no run directory, it holds no metrics, or the page cannot be written.
     """
-    page = render(read_run(run))
-    target = output if output is not None else run / "report.html"
+    paths = [runs] if isinstance(runs, Path) else list(runs)
+    if not 1 <= len(paths) <= COLOURS:
+        raise UserError(f"{len(paths)} runs given; a report shows one to {COLOURS} of them")
+    records = [read_run(path) for path in paths]
+    if len(records) == 1:
+        page, target = render(records[0]), output or paths[0] / "report.html"
+    else:
+        page, target = render_comparison(records), output or paths[0].resolve().parent / "comparison.html"
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -43,46 +55,101 @@ def write_report(run: Path, output: Path | None = None) -> Path:
 
 
 def render(run: RunRecord) -> str:
-    """The page as text."""
-    environment = Environment(
+    """The page of one run as text."""
+    return environment().get_template("report.html.j2").render(page_values(run))
+
+
+def render_comparison(runs: Sequence[RunRecord]) -> str:
+    """The page of several runs as text."""
+    return environment().get_template("comparison.html.j2").render(comparison_values(runs))
+
+
+def environment() -> Environment:
+    return Environment(
         loader=PackageLoader("leanclip", "reporting"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html.j2").render(page_values(run))
 
 
 def page_values(run: RunRecord) -> dict[str, Any]:
     info = run.info
-    notes, versions = info.get("notes"), info.get("environment")
     return {
-        "name": str(info.get("name") or run.path.resolve().name),
+        "name": run.name,
         "status": run.status,
         "running": run.status == "running",
         "facts": facts(run),
-        "notes": [str(note) for note in notes] if isinstance(notes, list) else [],
+        "notes": texts(info.get("notes")),
         "problems": run.problems,
         "progress": content.progress(run),
         "figures": content.key_figures(run),
-        "training_charts": [drawn(chart) for chart in content.training_charts(run)],
-        "recall_charts": [drawn(chart) for chart in content.recall_charts(run)],
+        "training_charts": drawn(content.training_charts(run)),
+        "evaluation_charts": drawn(content.evaluation_charts(run)),
+        "histograms": [
+            Markup(draw_histograms(content.HISTOGRAMS.get(name, name), rows)) for name, rows in run.histograms.items()
+        ],
         "tables": content.tables(run),
+        "confusions": [confusion(found) for found in run.zero_shot],
         "panel": run.panel if run.panel and run.panel.images else None,
-        "panel_found": panel_found(run.panel),
-        "panel_top_score": panel_top_score(run.panel),
+        "hardest": run.panel if run.panel and run.panel.hardest else None,
+        "traffic": traffic(run),
         "config": run.config,
-        "environment": versions if isinstance(versions, dict) else {},
+        "environment": environment_of(run),
         "version": str(info.get("version") or ""),
         "changed": content.moment(run.changed.isoformat()),
-        "written": content.moment(datetime.now(timezone.utc).isoformat()),
+        "written": now(),
     }
 
 
-def drawn(chart: Chart) -> Markup:
-    """The chart as trusted markup: `draw` has escaped every text in it."""
-    return Markup(draw(chart))
+def comparison_values(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    names = comparison.names_of(runs)
+    differing, alike = comparison.differences(runs)
+    losses = {str(run.info.get("loss") or "") for run in runs}
+    return {
+        "name": f"{len(runs)} runs compared",
+        "version": str(runs[0].info.get("version") or ""),
+        "runs": [
+            {
+                "name": name,
+                "key": Markup(key(i)),
+                "status": run.status,
+                "facts": facts(run),
+                "notes": texts(run.info.get("notes")),
+                "problems": run.problems,
+                "panel": run.panel if run.panel and run.panel.images else None,
+                "hardest": run.panel if run.panel and run.panel.hardest else None,
+                "confusions": [confusion(found) for found in run.zero_shot],
+                "config": run.config,
+                "environment": environment_of(run),
+                "traffic": traffic(run),
+            }
+            for i, (name, run) in enumerate(zip(names, runs, strict=True))
+        ],
+        "figures": comparison.final_figures(runs),
+        "differences": differing,
+        "alike": alike,
+        "axis": comparison.x_axis(runs).label,
+        "losses_differ": len(losses) > 1,
+        "training_charts": drawn(comparison.training_charts(runs, names)),
+        "evaluation_charts": drawn(comparison.evaluation_charts(runs, names)),
+        "histograms": drawn(comparison.histogram_charts(runs, names)),
+        "written": now(),
+    }
+
+
+def drawn(charts: Sequence[Chart]) -> list[Markup]:
+    """The charts as trusted markup: `draw` has escaped every text in it."""
+    return [Markup(draw(chart)) for chart in charts]
+
+
+def texts(value: object) -> list[str]:
+    return [str(entry) for entry in value] if isinstance(value, list) else []
+
+
+def now() -> str:
+    return content.moment(datetime.now(timezone.utc).isoformat())
 
 
 def facts(run: RunRecord) -> list[tuple[str, str]]:
@@ -100,12 +167,20 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     return [(name, text) for name, text in texts.items() if text not in ("", content.DASH)]
 
 
-def panel_found(panel: Panel | None) -> int:
-    """How many images have a right caption among the shown ones."""
-    return sum(any(m.correct for m in image.matches) for image in panel.images) if panel else 0
+def environment_of(run: RunRecord) -> dict[str, str]:
+    """What the run was computed with, and on how many processes."""
+    versions = run.info.get("environment")
+    found = {str(name): str(text) for name, text in versions.items()} if isinstance(versions, dict) else {}
+    for name in ("processes", "micro_batches"):
+        text = content.count(run.info.get(name))
+        if text != content.DASH:
+            found[name.replace("_", "-")] = text
+    return found
 
 
-def panel_top_score(panel: Panel | None) -> float:
-    """The scale of the score bars: the highest score, one when no score is above zero."""
-    scores = [m.score for image in panel.images for m in image.matches if m.score > 0] if panel else []
-    return max(scores, default=1.0)
+def traffic(run: RunRecord) -> list[tuple[str, str, float]]:
+    """What each process receives in a step for the loss, and would with others: name, amount, share of the most."""
+    sent = {SENDERS[name]: number(comparison.communication(run).get(name)) for name in SENDERS}
+    sent = {name: amount for name, amount in sent.items() if amount > 0}
+    most = max(sent.values(), default=1.0)
+    return [(name, f"{amount / 1e6:,.3g} MB", amount / most) for name, amount in sent.items()]

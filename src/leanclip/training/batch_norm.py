@@ -52,12 +52,17 @@ class RunningAverages:
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """Forward passes inside leave the averages alone."""
-        kept = [(layer.momentum, layer.num_batches_tracked) for layer in self.layers]
+        momenta = [layer.momentum for layer in self.layers]
+        counts = [count.clone() for count in self._counts()]
         for layer in self.layers:
-            layer.momentum, layer.num_batches_tracked = 0.0, None
-        yield
-        for layer, (momentum, count) in zip(self.layers, kept, strict=True):
-            layer.momentum, layer.num_batches_tracked = momentum, count
+            layer.momentum = 0.0
+        try:
+            yield
+        finally:
+            for layer, momentum in zip(self.layers, momenta, strict=True):
+                layer.momentum = momentum
+            for count, value in zip(self._counts(), counts, strict=True):
+                count.copy_(value)
 
     def average(self, ranks: Ranks) -> None:
         """Over the ranks, by one collective."""

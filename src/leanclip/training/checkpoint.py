@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,22 +40,25 @@ class SavedModel(NamedTuple):
 
     weights: dict[str, Tensor]
     config: dict[str, Any]
+    beside: Mapping[str, str]  # texts by file name, such as the model card
 
     @classmethod
-    def of(cls, model: TwoTower, loss: ContrastiveLoss) -> "SavedModel":
+    def of(cls, model: TwoTower, loss: ContrastiveLoss, beside: Mapping[str, str]) -> "SavedModel":
         """All ranks call it together: each may have only a part."""
         weights = model.weights(loss.temperature(), getattr(loss, "bias", None))
-        return cls({name: value.cpu() for name, value in weights.items()}, model.open_clip_config())
+        return cls(weights, model.open_clip_config(), beside)
 
     def write(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(self.weights, directory / WEIGHTS_FILE)
         (directory / CONFIG_FILE).write_text(json.dumps(self.config, indent=1))
+        for name, text in self.beside.items():
+            (directory / name).write_text(text, encoding="utf-8")
 
 
-def save_best(checkpoints: Path, model: TwoTower, loss: ContrastiveLoss) -> None:
+def save_best(checkpoints: Path, model: TwoTower, loss: ContrastiveLoss, beside: Mapping[str, str]) -> None:
     """Replace checkpoints/best. All ranks call it together, the first one writes."""
-    saved = SavedModel.of(model, loss)
+    saved = SavedModel.of(model, loss, beside)
     if not Ranks.current().first:
         return
     temporary = checkpoints / ".best.tmp"
@@ -71,17 +75,18 @@ def save_checkpoint(
     optimizer: Optimizer,
     scale: LossScale,
     position: Position,
+    beside: Mapping[str, str],
 ) -> Path:
     """Everything a resumed run needs, complete under its name or not there at all.
 
     All ranks call it together, the first one writes. Nothing in it depends on how many they are.
     """
     final = checkpoints / f"step_{position.step:08d}"
-    saved = SavedModel.of(model, loss)
+    saved = SavedModel.of(model, loss, beside)
     state = {
         "optimizer": _whole_on_host(optimizer.state_dict()),
         "loss": _whole_on_host(loss.state_dict()),
-        "random": _random_states(),
+        "random": _random_states(next(model.parameters()).device),
         "scale": {"value": scale.value, "good_steps": scale.good_steps},
     }
     if not Ranks.current().first:
@@ -101,20 +106,21 @@ def save_checkpoint(
 
 
 def _whole_on_host(state: Any) -> Any:
-    """The same state with every tensor complete, on the host."""
+    """The same state with every tensor complete, on the host of the first rank; the others keep none."""
     if isinstance(state, Tensor):
-        return whole(state).cpu()
+        complete = whole(state)
+        return complete.cpu() if Ranks.current().first else None
     if isinstance(state, dict):
         return {key: _whole_on_host(value) for key, value in state.items()}
     return [_whole_on_host(value) for value in state] if isinstance(state, list) else state
 
 
-def _random_states() -> dict[str, Tensor]:
+def _random_states(device: torch.device) -> dict[str, Tensor]:
     """Of all ranks, a row each."""
     ranks = Ranks.current()
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
     return {name: ranks.gather(state[None], ranks.size, purpose="random states") for name, state in states.items()}
 
 

@@ -9,6 +9,16 @@ from leanclip.models import ModelConfig
 from leanclip.optim import OptimConfig
 
 Precision = Literal["amp_bf16", "amp_bfloat16", "amp", "fp32", "fp64"]
+TRACKERS = ("tensorboard", "wandb")
+
+
+def tracker_names(report_to: str) -> tuple[str, ...]:
+    """The trackers that --report-to means. metrics.jsonl is always written, so `jsonl` adds none, as `none` does."""
+    given = [name.strip() for name in report_to.split(",") if name.strip()]
+    for name in given:
+        if name not in (*TRACKERS, "all", "none", "jsonl"):
+            raise ValueError(f"report_to names {name!r}; choose from {', '.join(TRACKERS)}, all, none")
+    return tuple(name for name in TRACKERS if name in given or "all" in given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +61,12 @@ class RunConfig:
     """Steps between checkpoints. Default: one at the end."""
     best_metric: str = "text_to_image_recall@10"
     """The checkpoint with the highest value of this is kept as checkpoints/best. Of a zero-shot set: NAME/top1."""
+    report_to: str = "tensorboard"
+    """Who shows the numbers of metrics.jsonl: tensorboard, wandb, both with a comma between (or all), or none."""
+    wandb_project_name: str = "leanclip"
+    """The wandb project of the run."""
+    wandb_notes: str | None = None
+    """Notes that wandb shows with the run."""
     resume: str | None = None
     """Go on from a checkpoint: a run, one of its checkpoints, or `latest` for this run's own."""
     overwrite: bool = False
@@ -65,6 +81,7 @@ class RunConfig:
             raise ValueError(f"seed is {self.seed}; it must be 0 or more")
         if self.eval_every is not None and self.eval_every < 0:
             raise ValueError(f"eval_every is {self.eval_every}; it must be 0 or more")
+        tracker_names(self.report_to)
         if self.resume is not None and self.overwrite:
             raise ValueError("--resume goes on with a run, --overwrite replaces it; give one")
 
@@ -75,7 +92,7 @@ class ParallelConfig:
 
     micro_batch: int | None = None
     """Embed this many samples at a time and keep only their embeddings: a large batch on a small GPU, with the
-    gradients of the whole batch, for about a third more time. Default: the whole share of a process, or on a GPU
+    gradients of the whole batch, for about half more time. Default: the whole share of a process, or on a GPU
     where that does not fit the most that does."""
     grad_checkpointing: bool = False
     """Recompute the transformer blocks' activations in the backward pass instead of keeping them."""
@@ -89,8 +106,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"micro_batch is {self.micro_batch}; it must be at least 1")
-        if self.dist_timeout <= 0:
-            raise ValueError(f"dist_timeout is {self.dist_timeout}; give seconds")
+        if not 0 < self.dist_timeout < 1e6:
+            raise ValueError(f"dist_timeout is {self.dist_timeout}; give seconds, at most a million")
 
 
 @dataclass(frozen=True, kw_only=True)

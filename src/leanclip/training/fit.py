@@ -12,11 +12,13 @@ USED = 0.92  # of the free memory: the allocator needs room to move
 PER_PARAMETER = 4 + 8  # bytes to come, beside the weights: gradient and AdamW's moments, in float32
 
 
-def fitting(model: TwoTower, *, share: int, batch: int, ranks: Ranks, autocast: torch.autocast) -> int:
+def fitting(
+    model: TwoTower, *, share: int, batch: int, ranks: Ranks, autocast: torch.autocast, split: bool = False
+) -> int:
     """The largest micro-batch that fits on every rank's GPU, at most the share of a rank.
 
     Two small passes through the towers, forward and backward, give the bytes per sample. Called before the model is
-    split over ranks, so the rank of a larger GPU does not help a smaller one, and FSDP's savings are not counted.
+    given to DDP or split by FSDP (`split`), so the weights must fit once as a whole.
     """
     device = next(model.parameters()).device
     if device.type != "cuda" or share <= TRIALS[-1]:
@@ -25,7 +27,8 @@ def fitting(model: TwoTower, *, share: int, batch: int, ranks: Ranks, autocast: 
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     sample = sum(part.nbytes for part in _trial(model, 1, device))
     dim = model.config["embed_dim"]
-    to_come = fixed + PER_PARAMETER * trained + share * sample + batch * 2 * dim * 12
+    kept = trained // ranks.size if split else trained
+    to_come = fixed + PER_PARAMETER * kept + share * sample + batch * 2 * dim * 12
     torch.cuda.empty_cache()
     room, _ = torch.cuda.mem_get_info(device)
     micro = largest(room=USED * room - to_come, each=each)
@@ -67,15 +70,16 @@ def _peak(model: TwoTower, size: int, autocast: torch.autocast) -> int:
     images, tokens = _trial(model, size, device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    with torch.random.fork_rng(devices=[device]):
-        with autocast:
-            image, text = model(images, tokens)
-        (image.float().sum() + text.float().sum()).backward()
-    peak = torch.cuda.max_memory_allocated(device) - before
-    for parameter in model.parameters():
-        parameter.grad = None
-    norms.restore()
-    return peak
+    try:
+        with torch.random.fork_rng(devices=[device]):
+            with autocast:
+                image, text = model(images, tokens)
+            (image.float().sum() + text.float().sum()).backward()
+        return torch.cuda.max_memory_allocated(device) - before
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = None
+        norms.restore()
 
 
 def _trial(model: TwoTower, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

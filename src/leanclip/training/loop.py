@@ -10,15 +10,19 @@ from rich.console import Console
 
 from leanclip.data import Batch, BrokenCount, Subset
 from leanclip.distributed import LEDGER, Traffic, traffic
-from leanclip.evaluation import classify, embed, retrieval_metrics, retrieval_panel, summary
+from leanclip.errors import UserError
+from leanclip.evaluation import classify, embed, hardest_negatives, retrieval_metrics, retrieval_panel, summary
 from leanclip.optim import learning_rate, set_learning_rate
 from leanclip.training.checkpoint import Position, save_best, save_checkpoint
 from leanclip.training.health import HealthCheck
-from leanclip.training.metrics import MetricsLog, to_host
+from leanclip.training.histograms import state_histograms
+from leanclip.training.metrics import MetricsLog, finite, memory, to_host
+from leanclip.training.model_card import model_card
 from leanclip.training.progress import TrainingProgress
-from leanclip.training.run_directory import RunDirectory, environment, write_atomically
+from leanclip.training.run_directory import CARD_FILE, RunDirectory, environment, write_atomically
 from leanclip.training.setup import Job
 from leanclip.training.step import StepResult, training_step
+from leanclip.training.trackers import open_trackers
 
 MANY_SAMPLES = 2000  # decoded in a few seconds
 
@@ -58,21 +62,36 @@ def train(
     All ranks run it; the first one speaks and writes. `alive` is called whenever this process has come further.
     """
     position = job.position
-    if not job.ranks.first:
+    log = open_log(job, directory)
+    if log is None:
         with TrainingProgress(job.steps, position.step, Console(quiet=True)) as progress:
             return _Trainer(job, directory, None, progress, position, alive).run()
-    log = MetricsLog(directory.metrics, resume_at=None if job.resume_from is None else position.step)
     directory.describe(status="running")
+    failed = True
     try:
         with TrainingProgress(job.steps, position.step, console) as progress:
+            for tracker in log.trackers:
+                if tracker.place:
+                    progress.print(f"wandb: {tracker.place}")
             last = _Trainer(job, directory, log, progress, position, alive).run()
-    except BaseException:
-        directory.describe(status="failed")
-        raise
+        failed = False
     finally:
-        log.close()
-    directory.describe(status="finished")
+        directory.describe(status="failed" if failed else "finished")
+        log.close(failed=failed)
     return last
+
+
+def open_log(job: Job, directory: RunDirectory) -> MetricsLog | None:
+    """The log, on the process that writes. A tracker that does not start stops all of them."""
+    resume_at = None if job.resume_from is None else job.position.step
+    opened: list[MetricsLog] = []
+
+    def open_it() -> None:
+        trackers = open_trackers(job.config, directory, resume_at=resume_at)
+        opened.append(MetricsLog(directory.metrics, trackers, resume_at=resume_at))
+
+    job.ranks.once(open_it)
+    return opened[0] if opened else None
 
 
 class _Trainer:
@@ -91,6 +110,7 @@ class _Trainer:
         self.skipped = 0
         self.sent: Traffic | None = None
         self.broken = BrokenCount(job.config.data.max_broken)
+        self.met: list[tuple[int, dict[str, int], tuple[str, ...]]] = []  # and not counted yet
         self.clock = _Clock(time.perf_counter(), before=position.seconds)
         self.health = HealthCheck(job.config, batch=job.loader.batch)
 
@@ -100,6 +120,7 @@ class _Trainer:
         job.loss.train()
         if self.step == 0:
             self.evaluate()
+        self.texts()
         saved: Path | None = None
         while self.step < job.steps:
             for batch in self.batches():
@@ -128,8 +149,21 @@ class _Trainer:
             self.clock.waited += time.perf_counter() - began
             if batch is None:
                 return
-            self.broken.add(len(batch), batch.broken, batch.examples)
+            self.met.append((len(batch), dict(batch.broken), batch.examples))
+            if self.job.ranks.size == 1:
+                self.count_broken()
             yield batch.to(self.job.device, self.job.dtype)
+
+    def count_broken(self) -> None:
+        """What all processes met since the last time; too many broken samples end the run on all of them alike."""
+        met, self.met = self.met, []
+        try:
+            for everyones in self.job.ranks.everyones(met):
+                for entry in everyones:
+                    self.broken.add(*entry)
+        except UserError as error:
+            error.told = not self.job.ranks.first
+            raise
 
     def take_step(self, batch: Batch) -> StepResult:
         job, optim = self.job, self.job.config.optim
@@ -174,6 +208,8 @@ class _Trainer:
         return round(self.epoch + self.epoch_step / self.job.loader.steps_per_epoch, 6)
 
     def report(self, result: StepResult) -> None:
+        if self.job.ranks.size > 1:
+            self.count_broken()
         if self.log is None:
             return
         metrics = to_host({"loss": result.loss, "grad_norm": result.grad_norm} | dict(result.metrics))
@@ -182,7 +218,7 @@ class _Trainer:
         self.log.train(
             step=self.step, epoch=self.epochs_done, samples=self.samples, seconds=round(seconds, 3), lr=self.lr,
             samples_per_second=rate, data_wait=wait, skipped_steps=self.skipped, **self.communication(),
-            **self.broken.metrics(), **metrics,
+            **self.broken.metrics(), **memory(self.job.device), **metrics,
         )  # fmt: skip
         left = (self.job.steps - self.step) * self.job.loader.batch / max(rate, 1e-9)
         line = f"loss {metrics['loss']:.4f}  tau {metrics['tau']:.4f}  {rate:,.0f} samples/s  data wait {wait:.0%}"
@@ -200,8 +236,16 @@ class _Trainer:
             found["loss_scale"] = self.job.pieces.scale.value
         return found
 
+    def log_state(self) -> None:
+        """How the per-sample numbers are spread; all ranks count together."""
+        found = state_histograms(self.job.loss)
+        if self.log is not None:
+            self.log.histograms(step=self.step, epoch=self.epochs_done, found=found)
+
     def evaluate(self) -> None:
         job = self.job
+        if self.step:
+            self.log_state()
         found: dict[str, float] = {}
         if job.data.val is not None:
             found |= self.retrieval(job.data.val)
@@ -212,7 +256,7 @@ class _Trainer:
         value = found.get(job.config.run.best_metric)
         if value is not None and self.step > 0 and (self.best is None or value > self.best):
             self.best = value
-            save_best(self.directory.checkpoints, job.model, job.loss)
+            save_best(self.directory.checkpoints, job.model, job.loss, self.texts())
         self.alive()
         self.clock.lap()
 
@@ -225,8 +269,13 @@ class _Trainer:
         metrics = dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text))
         if self.log is not None:
             self.log.evaluation(step=self.step, epoch=self.epochs_done, name="val", metrics=metrics)
-            panel = {"step": self.step, "set": "val", "images": retrieval_panel(data, embedded)}
-            write_atomically(self.directory.panel, json.dumps(panel))
+            panel = {
+                "step": self.step,
+                "set": "val",
+                "images": retrieval_panel(data, embedded),
+                "hardest": hardest_negatives(data, embedded),
+            }
+            write_atomically(self.directory.panel, json.dumps(finite(panel)))
         self.progress.print(
             f"step {self.step}: held-out recall@10 text-to-image {metrics['text_to_image_recall@10']:.1%}, "
             f"image-to-text {metrics['image_to_text_recall@10']:.1%} (chance {metrics['chance@10']:.1%})"
@@ -267,8 +316,17 @@ class _Trainer:
             best=self.best,
         )
         return save_checkpoint(
-            self.directory.checkpoints, job.model, job.loss, job.optimizer, job.pieces.scale, position
+            self.directory.checkpoints, job.model, job.loss, job.optimizer, job.pieces.scale, position, self.texts()
         )
+
+    def texts(self) -> dict[str, str]:
+        """What lies beside the weights: the model card, which the run gets too, and the configuration."""
+        if self.log is None:
+            return {}
+        card = model_card(self.directory.facts(), self.log.results, step=self.step)
+        write_atomically(self.directory.card, card)
+        config = self.directory.config
+        return {CARD_FILE: card} | ({config.name: config.read_text()} if config.is_file() else {})
 
 
 def describe(job: Job, version: str) -> dict[str, object]:

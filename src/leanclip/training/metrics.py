@@ -1,40 +1,66 @@
-"""Where numbers go: a JSONL file and TensorBoard."""
+"""Where numbers go: a JSONL file, and the trackers that show the same numbers."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from leanclip.training.histograms import Histogram
+from leanclip.training.trackers import Tracker
+
+
+class Result(NamedTuple):
+    """The last evaluation on a set."""
+
+    step: int
+    metrics: Mapping[str, float]
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl; TensorBoard shows the same numbers."""
+    """Appends to metrics.jsonl and tells the trackers. `results` holds each set's last evaluation."""
 
-    def __init__(self, path: Path, *, resume_at: int | None = None) -> None:
+    def __init__(self, path: Path, trackers: Sequence[Tracker] = (), *, resume_at: int | None = None) -> None:
+        self.trackers = trackers
+        self.results: dict[str, Result] = {}
         if resume_at is not None and path.is_file():
             kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_at]
             path.write_text("".join(line + "\n" for line in kept))
+            for record in map(json.loads, kept):
+                if record.get("kind") == "eval":
+                    self.results[record["set"]] = Result(record["step"], record["metrics"])
         self._file = path.open("a")
-        from torch.utils.tensorboard.writer import SummaryWriter  # slow to import, and needed by training only
-
-        self._board = SummaryWriter(str(path.parent / "tensorboard"), purge_step=resume_at)
 
     def train(self, **values: Any) -> None:
         self._write({"kind": "train"} | values)
-        for name, value in values.items():
-            if isinstance(value, int | float) and name not in ("step", "samples"):
-                self._board.add_scalar(f"train/{name}", value, values["step"])
+        shown = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, int | float) and name not in ("step", "samples")
+        }
+        for tracker in self.trackers:
+            tracker.scalars("train", shown, values["step"])
 
     def evaluation(self, *, step: int, epoch: float, name: str, metrics: Mapping[str, float]) -> None:
         self._write({"kind": "eval", "step": step, "epoch": epoch, "set": name, "metrics": dict(metrics)})
-        for key, value in metrics.items():
-            self._board.add_scalar(f"{name}/{key}", value, step)
+        self.results[name] = Result(step, dict(metrics))
+        for tracker in self.trackers:
+            tracker.scalars(name, metrics, step)
 
-    def close(self) -> None:
+    def histograms(self, *, step: int, epoch: float, found: Sequence[Histogram]) -> None:
+        for histogram in found:
+            self._write({"kind": "histogram", "step": step, "epoch": epoch} | asdict(histogram))
+            for tracker in self.trackers:
+                tracker.histogram(histogram, step)
+
+    def close(self, *, failed: bool = False) -> None:
         self._file.close()
-        self._board.close()
+        for tracker in self.trackers:
+            tracker.close(failed=failed)
 
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(finite(record)) + "\n")
@@ -45,12 +71,28 @@ def finite(value: Any) -> Any:
     """JSON has no NaN: such a number becomes null."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def to_host(metrics: Mapping[str, Tensor | float | str]) -> dict[str, float | str]:
     """Read device values; this waits for the device."""
     return {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """GiB: the GPU's peak since the last call, or without a GPU what this process has resident now."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return {"gpu_memory_gib": peak / 2**30}
+    pages = Path("/proc/self/statm")
+    if not pages.is_file():
+        return {}
+    import resource
+
+    return {"resident_gib": int(pages.read_text().split()[1]) * resource.getpagesize() / 2**30}
 
 
 def _step(line: str) -> int:

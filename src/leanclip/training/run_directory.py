@@ -1,6 +1,7 @@
 """What a run leaves on disk, and where.
 
 config.toml     the resolved configuration: `leanclip train --config` repeats the run
+README.md       the model card, which lies beside every checkpoint, too
 run.json        what is being trained, on what, and whether it is finished
 metrics.jsonl   one object per logged step and per evaluation
 manifest.json   the shards and the ids of their samples, which a resumed run keeps
@@ -14,12 +15,16 @@ import os
 import platform
 import shutil
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from leanclip.errors import UserError
+
+CARD_FILE = "README.md"
+LIBRARIES = ("open_clip_torch", "timm", "torchvision", "numpy", "pillow")
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,10 @@ class RunDirectory:
     @property
     def config(self) -> Path:
         return self.path / "config.toml"
+
+    @property
+    def card(self) -> Path:
+        return self.path / CARD_FILE
 
     @property
     def metrics(self) -> Path:
@@ -66,20 +75,30 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"cannot make {self.checkpoints} ({error.strerror}); give another --logs") from error
 
+    def facts(self) -> dict[str, Any]:
+        """What run.json says."""
+        path = self.path / "run.json"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
     def describe(self, **facts: Any) -> None:
         """Add facts to run.json."""
-        path = self.path / "run.json"
-        known = json.loads(path.read_text()) if path.is_file() else {}
-        write_atomically(path, json.dumps(known | facts, indent=1))
+        write_atomically(self.path / "run.json", json.dumps(self.facts() | facts, indent=1))
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({os.cpu_count()} cores)"
-    return {"python": platform.python_version(), "torch": torch.__version__, "device": name}
+    """What a run was computed with."""
+    name = f"cpu ({os.cpu_count()} cores)"
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        name = f"{torch.cuda.get_device_name(device)} ({total / 2**30:.0f} GiB)"
+    found = {"python": platform.python_version(), "torch": torch.__version__, "device": name}
+    if device.type == "cuda" and torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found | {library: version(library) for library in LIBRARIES} | {"system": platform.platform()}
 
 
 def write_atomically(path: Path, text: str) -> None:
     """A reader sees the old file or the new one, never half of it."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

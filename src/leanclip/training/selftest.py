@@ -40,6 +40,11 @@ def processes_selftest(config: TrainConfig, *, processes: int, batch: int) -> It
     data = replace(config.data, global_batch_size=batch, batch_size=None, workers=0)
     config = replace(config, run=run, data=data)
     plain = replace(config, parallel=replace(config.parallel, fsdp=False, micro_batch=None))
+    if config.parallel.micro_batch is not None:  # at least two of them, however small the batch here
+        half = max(1, batch // processes // 2)
+        config = replace(
+            config, parallel=replace(config.parallel, micro_batch=min(config.parallel.micro_batch, half))
+        )
     with tempfile.TemporaryDirectory() as folder:
         (truth,) = _run(plain, 1, Path(folder) / "one")
         found = _run(config, processes, Path(folder) / "many")

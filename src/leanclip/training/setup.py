@@ -1,10 +1,11 @@
 """From a configuration to the pieces of a run."""
 
+import hashlib
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from torch import nn
@@ -26,6 +27,9 @@ from leanclip.training.fit import fitting
 from leanclip.training.loss_scale import LossScale
 from leanclip.training.pieces import Pieces
 from leanclip.training.run_directory import RunDirectory
+from leanclip.training.trackers import check_trackers
+
+SHARDED_OPTIMIZERS = ("adamw", "lamb", "lion", "sgdm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +73,33 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Datasets]:
         raise UserError(str(error)) from error
     if "/" not in config.run.best_metric:  # others name a zero-shot set, and are checked when those are open
         _check_best_metric(config.run.best_metric, RECALLS)
+    check_trackers(config.run.report_to)
     if config.model.model is not None:
         model_config_of(config.model.model)
     data = open_datasets(config.data, seed=config.run.seed, manifest=_known_manifest(config))
-    return fill(config, samples=len(data.train), processes=Ranks.current().size), data
+    config = fill(config, samples=len(data.train), processes=Ranks.current().size)
+    _agree(config, data)
+    return config, data
+
+
+def _agree(config: TrainConfig, data: Datasets) -> None:
+    """All ranks must have the same settings and the same data under the same ids, wherever each host keeps them."""
+    ranks = Ranks.current()
+    told = replace(
+        config,
+        run=replace(config.run, name=None, device=None, logs="", zero_shot=(), imagenet_val=None, imagenet_v2=None),
+        data=replace(config.data, train_data=None, val_data=None),
+    )
+    manifest = data.train.source.manifest() or []
+    seen = [(PurePath(str(entry["name"])).name, entry.get("count"), entry.get("size")) for entry in manifest]
+    mine = {"settings": repr(told), "training data": f"{len(data.train.source)} samples {seen}"}
+    everyones = ranks.everyones({what: hashlib.sha256(value.encode()).hexdigest() for what, value in mine.items()})
+    for rank, theirs in enumerate(everyones):
+        for what in mine:
+            if theirs[what] != everyones[0][what]:
+                error = UserError(f"rank {rank} has other {what} than rank 0: give all the same, in the same order")
+                error.told = not ranks.first
+                raise error
 
 
 def _check_best_metric(metric: str, known: Sequence[str]) -> None:
@@ -133,7 +160,12 @@ def set_up(config: TrainConfig) -> Job:
     assert isinstance(model, TwoTower) and isinstance(loss, ContrastiveLoss)
     autocast = autocast_of(run.precision, device)
     micro = config.parallel.micro_batch or fitting(
-        model, share=ranks.largest_share(batch), batch=batch, ranks=ranks, autocast=autocast
+        model,
+        share=ranks.largest_share(batch),
+        batch=batch,
+        ranks=ranks,
+        autocast=autocast,
+        split=config.parallel.fsdp,
     )
     model, towers = _over_ranks(model, config, ranks, device)
     assert optim.wd is not None
@@ -169,6 +201,10 @@ def set_up(config: TrainConfig) -> Job:
         ranks=ranks,
         parts=_parts(micro, ranks, batch),
     )
+    if pieces.norms.layers and batch // ranks.size // pieces.parts < 2:
+        raise UserError(
+            "batch normalisation needs two samples in every micro-batch; raise --micro-batch or the batch"
+        )
     position = Position(step=0, epoch=0, epoch_step=0, samples=0, global_batch=batch, seconds=0.0, best=None)
     if resume_from is not None:
         position = load_checkpoint(resume_from, loss, optimizer, pieces.scale, device)
@@ -192,6 +228,10 @@ def _over_ranks(
             raise UserError("--use-bn-sync works on GPUs only; leave it out")
         model.clip = nn.SyncBatchNorm.convert_sync_batchnorm(model.clip)
     if config.parallel.fsdp:
+        if config.optim.opt not in SHARDED_OPTIMIZERS:
+            raise UserError(
+                f"--fsdp works with --opt {', '.join(SHARDED_OPTIMIZERS)}; {config.optim.opt} is not tested"
+            )
         return model, sharded(model, ranks, device, methods=("encode_image", "encode_text"))
     return model, replicated(model, ranks, device)
 

@@ -1,0 +1,26 @@
+"""What one rank of the agreement tests does: set a run up with something else than the other rank has."""
+
+from pathlib import Path
+
+from shard_files import sound, write_shard
+
+from leanclip.config import override
+from leanclip.errors import UserError
+from leanclip.training import TrainConfig, resolve
+
+
+def disagree(ranks, folder, what):
+    """Each host has a copy of its own, which is fine unless something about it differs."""
+    own = Path(folder) / f"host-{ranks.rank}"
+    own.mkdir()
+    for number, name in enumerate("ab"):
+        write_shard(own / f"{name}.tar", sound(4 + number, start=10 * number))
+    names = "b,a" if what == "order" and ranks.rank == 1 else "a,b"
+    values = {"train_data": f"{own}/{{{names}}}.tar", "global_batch_size": 4, "warmup": 0}
+    if what == "rate" and ranks.rank == 1:
+        values["lr"] = 0.5
+    try:
+        resolve(override(TrainConfig(), values, "test"))
+    except UserError as error:
+        return {"complaint": str(error)}
+    return {"complaint": ""}

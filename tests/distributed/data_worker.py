@@ -1,0 +1,57 @@
+"""What one rank of the data tests does: train on shards with broken samples, and write down what each step saw."""
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from training_worker import vit_file
+
+from leanclip.cli.train import prepare
+from leanclip.config import override
+from leanclip.errors import UserError
+from leanclip.training import RunDirectory, TrainConfig, set_up, train
+from leanclip.training.loop import _Trainer
+
+
+def train_on_shards(ranks, folder, pattern, logs, stop, resume=False, workers=0, max_broken=1.0):
+    """Steps of a run of three epochs, up to `stop`; returns what this rank's share of each step was."""
+    vit = vit_file(folder, text={"context_length": 77, "vocab_size": 49408})
+    values = {
+        "train_data": pattern, "model": vit, "global_batch_size": 10, "epochs": 3, "device": "cpu",
+        "workers": workers, "loss": "fastclip-v3", "logs": str(logs), "name": "run", "log_every": 1, "eval_every": 0,
+        "save_every": 1, "warmup": 0, "lr": 1e-3, "seed": 4, "max_broken": max_broken,
+    }  # fmt: skip
+    if resume:
+        values["resume"] = "latest"
+    job = set_up(override(TrainConfig(), values, "test"))
+    directory = RunDirectory(Path(logs) / "run")
+    job.ranks.once(lambda: prepare(job, directory))
+    seen = {}
+    steps = iter(range(job.position.step + 1, 100))
+    take_step = _Trainer.take_step
+
+    def watched(self, batch):
+        share = zip(batch.sample_ids.tolist(), batch.tokens, batch.images, strict=True)
+        seen[self.step] = [
+            [index, *(hashlib.sha256(part.contiguous().numpy()).hexdigest() for part in (tokens, pixels))]
+            for index, tokens, pixels in share
+        ]
+        return take_step(self, batch)
+
+    def killed():
+        if next(steps) >= stop + 1:
+            raise KeyboardInterrupt
+
+    complaint = ""
+    _Trainer.take_step = watched
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            train(job, directory, Console(quiet=True), killed)
+    except UserError as error:
+        complaint = str(error)
+    finally:
+        _Trainer.take_step = take_step
+    return {"seen": json.dumps(seen), "complaint": complaint, "weights": torch.zeros(())}

@@ -1,0 +1,283 @@
+"""Several runs on one page, per-sample histograms, hardest negatives and confusion, as text and in a browser."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_report import eval_row, needs_browser, page, panel, picture, train_row, write_run
+
+from browser import inspect_page
+from leanclip.cli import main
+from leanclip.errors import UserError
+from leanclip.reporting import write_report
+from leanclip.reporting.chart import COLOURS
+from leanclip.reporting.comparison import (
+    differences,
+    evaluation_charts,
+    final_figures,
+    histogram_charts,
+    names_of,
+    training_charts,
+    x_axis,
+)
+from leanclip.reporting.confusion import confusion
+from leanclip.reporting.content import key_figures, tables
+from leanclip.reporting.heat import draw_histograms, quantile
+from leanclip.reporting.record import HistogramAt, read_run
+
+EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
+
+
+def histogram_row(step: int, name: str = "log_u_image", **changes: Any) -> dict[str, Any]:
+    """A hundred samples, one of them not met, that move down by one bin per thousand steps."""
+    counts = [0] * 20
+    counts[10 - step // 1000], counts[11 - step // 1000] = 60, 39
+    edges = [i / 2 - 5 for i in range(21)]
+    row = {"kind": "histogram", "step": step, "epoch": 1.0, "name": name, "edges": edges, "counts": counts}
+    return row | {"absent": 1} | changes
+
+
+def rows(scale: float = 1.0, **changes: Any) -> list[dict[str, Any]]:
+    """A run with every kind of line."""
+    train = [
+        train_row(step, loss=scale * 100 / step, resident_gib=scale, **changes) for step in range(100, 2001, 100)
+    ]
+    evaluations = [eval_row(step, recall * scale) for step, recall in ((0, 0.04), (1000, 0.4), (2000, 0.6))]
+    classified = [
+        {"kind": "eval", "step": step, "epoch": 1, "set": "groups"}
+        | {
+            "metrics": {
+                "top1": top1 * scale,
+                "top5": 0.9,
+                "mean_per_class_recall": 0.4,
+                "images": 50,
+                "chance@1": 0.2,
+            }
+        }
+        for step, top1 in ((0, 0.2), (2000, 0.5))
+    ]
+    histograms = [histogram_row(step, name) for step in (1000, 2000) for name in ("log_u_image", "tau_image")]
+    return train + evaluations + classified + histograms
+
+
+def full_panel(captions: tuple[str, ...] = ("a cat", "a dog", "a hat")) -> dict[str, Any]:
+    def entry(i: int) -> dict[str, Any]:
+        return {"image": picture(i), "media": "image/jpeg", "caption": captions[i % len(captions)], "score": 0.3}
+
+    hardest = [entry(i) | {"negatives": [entry(i + 1) | {"score": 0.4}, entry(i + 2)]} for i in range(3)]
+    return panel(images=3, captions=captions) | {"hardest": hardest}
+
+
+def zero_shot(classnames: list[str], name: str = "groups") -> dict[str, Any]:
+    count = len(classnames)
+    counts = [[8 if i == j else 2 if j == (i + 1) % count else 0 for j in range(count)] for i in range(count)]
+    found = {"classnames": classnames, "confusion": counts, "top1": 0.8, "top5": None, "mean_per_class_recall": 0.8}
+    return {"sets": {name: found}}
+
+
+def three_runs(folder: Path) -> list[Path]:
+    runs = []
+    for name, scale, batch in (("one", 1.0, 64), ("two", 1.2, 64), ("three", 0.8, 128)):
+        run = write_run(folder / name, rows(scale), with_panel=full_panel(), name=name, global_batch=batch)
+        (run / "config.toml").write_text(f'name = "{name}"\nlr = {scale}\nepochs = 50\nloss = "infonce"\n')
+        (run / "zero_shot.json").write_text(json.dumps(zero_shot(["cats", "dogs", "hats"])))
+        runs.append(run)
+    return runs
+
+
+def test_comparison_has_the_final_figures_and_what_differs(tmp_path: Path):
+    runs = [read_run(run) for run in three_runs(tmp_path)]
+    found = final_figures(runs)
+    by_title = {title: [row[i] for row in found.rows] for i, title in enumerate(found.columns)}
+    recall = by_title["Text to image R@10, val"]
+    assert [cell.text for cell in recall] == ["55.8 %", "67.0 %", "44.6 %"]
+    assert [cell.best for cell in recall] == [False, True, False]
+    assert [cell.text for cell in by_title["Zero-shot top-1, groups"]] == ["50.0 %", "60.0 %", "40.0 %"]
+    assert [cell.best for cell in by_title["Resident memory (GiB)"]] == [False, False, True], "less is better"
+    assert not any(cell.best for cell in by_title["Loss"]), "losses may be of different kinds"
+    differing, alike = differences(runs)
+    assert [(row.name, row.values) for row in differing] == [("lr", ("1.0", "1.2", "0.8"))]
+    assert alike == 2
+
+
+def test_a_run_keeps_its_colour_where_another_has_no_values(tmp_path: Path):
+    one = write_run(tmp_path / "one", [train_row(1), train_row(2)], name="one")
+    other = write_run(tmp_path / "two", [train_row(1, queue=3.0), train_row(2, queue=4.0)], name="two")
+    runs = [read_run(one), read_run(other)]
+    charts = {chart.title: chart for chart in training_charts(runs, names_of(runs))}
+    assert [(s.name, s.colour) for s in charts["Loss"].series] == [("one", 0), ("two", 1)]
+    assert [(s.name, s.colour) for s in charts["queue"].series] == [("two", 1)]
+
+
+def test_runs_with_different_batches_are_laid_out_along_the_pairs_seen(tmp_path: Path):
+    runs = [read_run(run) for run in three_runs(tmp_path)]
+    assert x_axis(runs[:2]).label == "step" and x_axis(runs).label == "pairs"
+    names = names_of(runs)
+    (recall, *_), (median, *_) = evaluation_charts(runs, names), histogram_charts(runs, names)
+    assert [list(s.x) for s in recall.series] == [[0, 64000, 128000]] * 2 + [[0, 128000, 256000]]
+    assert [list(s.x) for s in median.series] == [[64000, 128000]] * 2 + [[128000, 256000]]
+    assert median.title == "Estimator log u of the images, median"
+    assert recall.references[0].value == pytest.approx(100 * 10 / 256)
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path):
+    paths = [write_run(tmp_path / name, [train_row(1)]) for name in ("a", "b")]
+    runs = [read_run(path) for path in (*paths, paths[1])]
+    names = names_of(runs)
+    assert names[0] == f"shapes ({paths[0]})" and len(set(names)) == 3
+
+
+def test_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    runs = [str(run) for run in three_runs(tmp_path)]
+    with pytest.raises(SystemExit) as stop:
+        main(["report", *runs])
+    assert stop.value.code == 0
+    assert f"report: {(tmp_path / 'comparison.html').resolve()}" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main(["report"])
+    assert stop.value.code != 0 and "leanclip report" in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"11 runs given; a report shows one to {COLOURS}"):
+        write_report([Path(runs[0])] * 11)
+
+
+def test_old_and_new_runs_compare(tmp_path: Path):
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": 1, "loss": 2.0}) + "\n")
+    html = write_report([old, three_runs(tmp_path)[0]]).read_text(encoding="utf-8")
+    assert "2 runs compared" in html and not re.search(r"\bnan\b", html, re.IGNORECASE)
+
+
+def test_quantiles_lie_inside_their_bins():
+    found = HistogramAt(step=1, edges=(0.0, 1.0, 2.0, 4.0), counts=(10, 0, 10), absent=0)
+    assert quantile(found, 0.25) == 0.5 and quantile(found, 0.5) == 1.0 and quantile(found, 0.75) == 3.0
+    assert math.isnan(quantile(HistogramAt(step=1, edges=(0.0, 1.0), counts=(0,), absent=5), 0.5))
+
+
+def test_histograms_over_time_are_drawn_and_described(tmp_path: Path):
+    run = read_run(write_run(tmp_path, rows()))
+    figure = draw_histograms("Estimator", run.histograms["log_u_image"])
+    assert f"Median {-0.5 + 0.5 * 49.5 / 60:.3g} at step 1000, {-1 + 0.5 * 49.5 / 60:.3g} at step 2000" in figure
+    assert "1.0% of the samples not met yet" in figure
+    assert figure.count("<path") == 2 + 3, "two shades and three quantiles"
+    single = draw_histograms("One", run.histograms["log_u_image"][:1])
+    assert single.count('class="quantile') == 3
+    grown = tuple(0.01 * 10 ** (i / 10) for i in range(21))
+    logarithmic = HistogramAt(step=3, edges=grown, counts=(5, *[1] * 19), absent=0)
+    assert ">0.1</text>" in draw_histograms("Temperature", [logarithmic])
+    empty = HistogramAt(step=1, edges=(0.0, 1.0), counts=(0,), absent=5)
+    assert "No sample has a value yet" in draw_histograms("None", [empty])
+    many = [HistogramAt(step=i, edges=grown, counts=(5, *[1] * 19), absent=0) for i in range(500)]
+    assert len(draw_histograms("Many", many)) < 40_000
+
+
+def test_a_broken_histogram_is_left_out_and_told(tmp_path: Path):
+    broken = [histogram_row(1, edges=[0, 1]), histogram_row(2, counts=["x"]), histogram_row(3, absent=-1)]
+    run = read_run(write_run(tmp_path, [train_row(1), *broken, histogram_row(4)]))
+    assert [h.step for h in run.histograms["log_u_image"]] == [4]
+    assert run.problems == ("unreadable lines of metrics.jsonl left out: 3",)
+
+
+def test_few_classes_are_a_whole_table_and_many_the_worst_of_it(tmp_path: Path):
+    run = write_run(tmp_path, [train_row(1)])
+    (run / "zero_shot.json").write_text(json.dumps(zero_shot(["cats", "dogs", "hats"])))
+    (found,) = map(confusion, read_run(run).zero_shot)
+    assert [[field.count for field in row.counts] for row in found.rows] == [[8, 2, 0], [0, 8, 2], [2, 0, 8]]
+    assert [row.recall for row in found.rows] == ["80.0 %"] * 3 and not found.worst
+    assert (found.confused[0].true, found.confused[0].taken_for, found.confused[0].share) == (
+        "cats",
+        "dogs",
+        "20.0 %",
+    )
+    assert [title for title, _ in found.figures] == ["top-1", "mean per-class recall"]
+    assert "8 of 10 images of cats taken for cats" in page(run)
+
+    many = zero_shot([f"class {i}" for i in range(1000)])
+    many["sets"]["groups"]["confusion"][7] = [0] * 1000
+    many["sets"]["groups"]["confusion"][9][9], many["sets"]["groups"]["confusion"][9][0] = 0, 50
+    (run / "zero_shot.json").write_text(json.dumps(many))
+    (found,) = map(confusion, read_run(run).zero_shot)
+    assert not found.rows and found.worst[0].name == "class 9" and found.worst[0].recall == "0.0 %"
+    assert (found.confused[0].true, found.confused[0].taken_for, found.confused[0].count) == (
+        "class 9",
+        "class 0",
+        50,
+    )
+    assert len(page(run)) < 80_000
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"sets": {"a": {"classnames": ["x"], "confusion": [[1, 2]]}}}', '{"sets": 3}']
+)
+def test_broken_zero_shot_is_left_out_and_told(tmp_path: Path, text: str):
+    run = write_run(tmp_path)
+    (run / "zero_shot.json").write_text(text)
+    assert read_run(run).zero_shot == () and "zero_shot.json" in page(run)
+
+
+def test_classification_memory_and_traffic_are_shown(tmp_path: Path):
+    sent = {"leanclip": 1.5e6, "openclip": 3e6, "disco_clip": 4.5e6}
+    run = write_run(tmp_path, rows(), communication=sent, processes=4)
+    found = {figure.name: (figure.value, figure.detail) for figure in key_figures(read_run(run))}
+    assert found["Zero-shot top-1, groups"] == ("50.0 %", "chance 20.0 %, step 2,000")
+    assert found["Memory"] == ("1 GiB", "resident, at most")
+    groups = tables(read_run(run))[1]
+    assert groups.size == "50 images" and [group.title for group in groups.groups] == ["Zero-shot"]
+    assert [cell.text for cell in groups.rows[1].cells] == ["50.0 %", "90.0 %", "40.0 %"]
+    assert groups.chance == ("20.0 %", "", "")
+    html = page(run)
+    for text in ("1.5 MB", "OpenCLIP&#39;s local loss", "Resident memory (GiB)", "What the loss remembers"):
+        assert text in html
+
+
+def evil_runs(folder: Path) -> list[Path]:
+    """Three runs whose names, directory, captions, classes, sets and settings all hold markup."""
+    runs = three_runs(folder / "<b>'logs'")
+    for number, run in enumerate(runs):
+        hurt = rows(1.0 + number)
+        for row in hurt:
+            row |= (
+                {"set": EVIL}
+                if row["kind"] == "eval"
+                else {"name": EVIL}
+                if row["kind"] == "histogram"
+                else {EVIL: 1}
+            )
+        captions = (EVIL, "a dog", "a hat")
+        write_run(run, hurt, with_panel=full_panel(captions), name=EVIL, loss=EVIL, notes=[EVIL], status=EVIL)
+        (run / "config.toml").write_text(f"lr = {number}\nmodel = '''{EVIL.replace(chr(39), '')}{number}'''\n")
+        (run / "zero_shot.json").write_text(json.dumps(zero_shot([EVIL, "dogs", EVIL + " 2"], name=EVIL)))
+    return runs
+
+
+def test_markup_is_text_on_every_page(tmp_path: Path):
+    runs = evil_runs(tmp_path)
+    for html in (write_report(runs).read_text(encoding="utf-8"), page(runs[0])):
+        assert "<script>alert" not in html and "<img src=x" not in html and "<b>'" not in html
+        assert html.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 20
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (390, True)])
+def test_browser_shows_three_compared_runs(tmp_path: Path, width: int, dark: bool):
+    report = write_report(evil_runs(tmp_path), tmp_path / "comparison.html")
+    opened = "document.querySelectorAll('details').forEach((d) => d.open = true)"
+    state = inspect_page(report, tmp_path / "page.png", width=width, dark=dark, action=opened)
+    assert state.console == [] and state.broken == []
+    assert state.images == 3 * (3 + 3 * 3)
+    assert len(state.charts) >= 10 and all(w > 200 and h > 100 for w, h in state.charts)
+    assert state.width <= width, "the page scrolls sideways"
+    assert EVIL in state.text and "3 runs compared" in state.text
+    assert state.requests == [report.resolve().as_uri()]
+
+
+@needs_browser
+def test_browser_shows_every_part_of_one_run(tmp_path: Path):
+    report = write_report(evil_runs(tmp_path)[0])
+    state = inspect_page(report, tmp_path / "page.png", width=390)
+    assert state.console == [] and state.broken == [] and state.images == 12 and state.width <= 390
+    for text in ("Hardest negatives", "above the right one", "Most frequent confusions", "What the loss remembers"):
+        assert text in state.text
