@@ -81,6 +81,10 @@ def _typed(component: type, name: str, value: Any, source: str) -> Any:
             return value
         raise UserError(f"{source}: {name} is {value!r}; choose from {', '.join(literals)}")
     if isinstance(value, list):
+        if hint == tuple[str, ...]:
+            if not all(type(item) is str for item in value):
+                raise UserError(f"{source}: {name} is {value!r}; expected a list of texts")
+            return tuple(value)
         items = next((get_args(option) for option in options if get_args(option)), ())
         if len(value) != len(items) or not all(type(item) in (int, float) for item in value):
             raise UserError(f"{source}: {name} is {value!r}; expected {len(items) or 'no'} numbers")

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"(?:^|`|: +)leanclip ([^`\n]*)", re.MULTILINE)
-FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*)")
+FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 # Named in the documentation because OpenCLIP has them or other programs do, not because we do.
 FOREIGN_FLAGS = {

@@ -26,6 +26,7 @@ ONE_DOOR = {
     "timm": "optim/factory.py",
     "fsspec": "data/files.py",
     "transformers": "models/transformers_clip.py",
+    "clip_benchmark": "evaluation/clip_benchmark_main.py",
     "wandb": "training/trackers.py",
 }
 

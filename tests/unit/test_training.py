@@ -80,7 +80,11 @@ def test_a_run_is_evaluated_loaded_and_reported(tmp_path, capsys):
     assert described["status"] == "finished" and described["train_samples"] == 1830
     assert "unseen renders of known concepts" in described["notes"][0]
     evaluated = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval"' in line]
-    assert [line["step"] for line in evaluated] == [0, 6, 12]
+    zero_shot = [line for line in evaluated if line["set"] == "emoji groups"]
+    evaluated = [line for line in evaluated if line["set"] == "val"]
+    assert [line["step"] for line in evaluated] == [line["step"] for line in zero_shot] == [0, 6, 12]
+    confusion = json.loads((run / "zero_shot.json").read_text())
+    assert confusion["step"] == 12 and sum(map(sum, confusion["sets"]["emoji groups"]["confusion"])) == 200
     assert any((run / "tensorboard").iterdir())
     assert (run / "checkpoints" / "best" / "open_clip_model.safetensors").is_file()
 
@@ -88,12 +92,14 @@ def test_a_run_is_evaluated_loaded_and_reported(tmp_path, capsys):
     command("evaluate", run, "--json", tmp_path / "figures.json", "--device", "cpu")
     shown = capsys.readouterr().out
     assert "recall@10" in shown and "unseen renders of known concepts" in shown
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures == pytest.approx(evaluated[-1]["metrics"], abs=1e-6)
+    figures = json.loads((tmp_path / "figures.json").read_text())["sets"]
+    assert figures["val"]["metrics"] == pytest.approx(evaluated[-1]["metrics"], abs=1e-6)
+    assert figures["emoji groups"]["metrics"] == pytest.approx(zero_shot[-1]["metrics"], abs=1e-6)
 
     other = BUNDLED / "val-000000.tar"
     command("evaluate", run, "--val-data", other, "--json", tmp_path / "other.json", "--device", "cpu")
-    assert json.loads((tmp_path / "other.json").read_text()) == pytest.approx(figures)
+    others = json.loads((tmp_path / "other.json").read_text())["sets"]
+    assert list(others) == ["val-000000"] and others["val-000000"]["metrics"] == figures["val"]["metrics"]
 
     model, _, tokenizer = leanclip.load(run)
     assert not model.training

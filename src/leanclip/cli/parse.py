@@ -29,7 +29,7 @@ def parse(kind: type[T], arguments: list[str], *, command: str, description: str
                 prog=f"leanclip {command}",
                 description=description,
                 default=tyro.MISSING_NONPROP if default is None else default,
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction),
             )
     except SystemExit as stop:
         if not stop.code:

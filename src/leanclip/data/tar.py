@@ -107,6 +107,17 @@ def scan(read: Callable[[int, int], bytes], size: int, *, ahead: int | None = No
     return Scan(table, +broken, walk.stamp)
 
 
+def files_in(
+    read: Callable[[int, int], bytes], size: int, *, contents_of: str, ahead: int | None = None
+) -> Iterator[tuple[str, int, int, bytes]]:
+    """(name, offset, length, content) of every regular file; the content only of those with this ending."""
+    window = _Window(read, size, ahead=ahead)
+    for name, at, length in _Walk(window, size, Counter()):
+        text = name.decode("utf-8", "replace")
+        small = text.endswith(contents_of) and length <= LONGEST_NAME
+        yield text, at, length, window.get(at, length) if small else b""
+
+
 def name_before(read: Callable[[int, int], bytes], block: int) -> str:
     """The key of the sample whose file begins at a block, from the header before it."""
     name = _name(read((block - 1) * BLOCK, BLOCK))

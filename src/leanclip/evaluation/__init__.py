@@ -1,7 +1,29 @@
-"""How good is a model: retrieval, and pictures of it."""
+"""How good is a model: retrieval, zero-shot classification, and pictures of it."""
 
 from leanclip.evaluation.embed import Embedded, embed
+from leanclip.evaluation.labelled import LabelledSet, bundled_groups, labelled_sets, open_imagenet, open_labelled
 from leanclip.evaluation.panel import hardest_negatives, retrieval_panel
+from leanclip.evaluation.prompts import Prompts, prompts_for
 from leanclip.evaluation.retrieval import RECALLS, retrieval_metrics
+from leanclip.evaluation.zero_shot import ZERO_SHOT_METRICS, Classified, ClassifierCache, classify, summary
 
-__all__ = ["RECALLS", "Embedded", "embed", "hardest_negatives", "retrieval_metrics", "retrieval_panel"]
+__all__ = [
+    "RECALLS",
+    "ZERO_SHOT_METRICS",
+    "Classified",
+    "ClassifierCache",
+    "Embedded",
+    "LabelledSet",
+    "Prompts",
+    "bundled_groups",
+    "classify",
+    "embed",
+    "hardest_negatives",
+    "labelled_sets",
+    "open_imagenet",
+    "open_labelled",
+    "prompts_for",
+    "retrieval_metrics",
+    "retrieval_panel",
+    "summary",
+]

@@ -1,5 +1,6 @@
 """Embeddings of a held-out set."""
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from leanclip.data import Subset, evaluation_batches, evaluation_transform
+from leanclip.data.loader import EvaluationBatch
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.models import TwoTower
@@ -31,47 +33,67 @@ def embed(
     autocast: AbstractContextManager[object],
     batch: int = 256,
     workers: int = 0,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Embedded:
     """Embed every image and every caption, as at inference. The model's mode is left as it was.
 
     Several ranks share the work and all get the result. Each takes equally many, the last ones some twice, because
-    FSDP wants as many forward passes from everybody.
+    FSDP wants as many forward passes from everybody. `advance` is told how many images are done.
     """
     ranks = Ranks.current()
     was_training = model.training
     model.eval()
     transform = evaluation_transform(model.preprocess)
-    dtype = _wide(next(model.parameters()).dtype)
-    own_ids = data.ids[_equal_share(ranks, len(data.ids))]
+    own_ids = data.ids[equal_share(ranks, len(data.ids))]
     embedded, own = [], _Found([], [], [])
     with autocast:
         for found in evaluation_batches(data.source, own_ids, transform, batch=batch, workers=workers):
             own.ids.extend(found.ids)
             own.captions.extend(found.captions)
             own.broken.extend(str(error) for error in found.broken)
-            # A batch without one good image still takes part, with a blank one.
-            pixels = found.images if found.ids else torch.zeros(1, *_blank(model), dtype=torch.uint8)
-            embedded.append(model.encode_image(pixels.to(device)).to(dtype)[: len(found.ids)])
+            embedded.append(embed_images(model, found, device))
+            advance((len(found.ids) + len(found.broken)) * ranks.size)
         everyones = ranks.everyones(own)
         ids, rows = _once_each(everyones, width=len(own_ids))
         captions = dict(
             zip([i for f in everyones for i in f.ids], [c for f in everyones for c in f.captions], strict=True)
         )
-        broken = sorted({message for found in everyones for message in found.broken})
         if not ids:
-            raise UserError(f"none of the held-out samples can be used: {broken[0]}")
+            raise UserError(f"none of the held-out samples can be used: {everyones[0].broken[0]}")
         images = _everybodys(ranks, torch.cat(embedded), width=len(own_ids))[torch.tensor(rows, device=device)]
         flat = [caption for index in ids for caption in captions[index]]
-        own_texts = [flat[row] for row in _equal_share(ranks, len(flat))]
-        texts = torch.cat([
-            model.encode_text(model.tokenizer(own_texts[start : start + batch]).to(device)).to(dtype)
-            for start in range(0, len(own_texts), batch)
-        ])  # fmt: skip
+        texts = embed_texts(model, flat, device=device, batch=batch)
     model.train(was_training)
     owner = torch.tensor([number for number, index in enumerate(ids) for _ in captions[index]], device=device)
-    return Embedded(
-        images, _everybodys(ranks, texts, width=len(own_texts))[: len(flat)], owner, flat, ids, len(broken)
-    )
+    return Embedded(images, texts, owner, flat, ids, len(data.ids) - len(ids))
+
+
+def embed_images(model: TwoTower, found: EvaluationBatch, device: torch.device) -> Tensor:
+    """The embeddings of a batch's good images. One without any still takes part, with a blank one."""
+    pixels = found.images if found.ids else torch.zeros(1, *_blank(model), dtype=torch.uint8)
+    return model.encode_image(pixels.to(device)).to(wide_dtype(model))[: len(found.ids)]
+
+
+def embed_texts(
+    model: TwoTower,
+    texts: Sequence[str],
+    *,
+    device: torch.device,
+    batch: int = 256,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Tensor:
+    """The embedding of every text, each distinct one computed once: equal texts tie exactly."""
+    ranks = Ranks.current()
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    distinct = list(numbers)
+    own = [distinct[row] for row in equal_share(ranks, len(distinct))]
+    embedded = []
+    for start in range(0, len(own), batch):
+        tokens = model.tokenizer(own[start : start + batch]).to(device)
+        embedded.append(model.encode_text(tokens).to(wide_dtype(model)))
+        advance(len(tokens) * ranks.size)
+    everyones = _everybodys(ranks, torch.cat(embedded), width=len(own))
+    return everyones[torch.tensor([numbers[text] for text in texts], device=device)]
 
 
 class _Found(NamedTuple):
@@ -82,7 +104,8 @@ class _Found(NamedTuple):
     broken: list[str]
 
 
-def _equal_share(ranks: Ranks, count: int) -> np.ndarray:
+def equal_share(ranks: Ranks, count: int) -> np.ndarray:
+    """This rank's part of 0 to count - 1, as long as everybody's: the last number comes more than once if need be."""
     width = ranks.largest_share(count)
     return np.minimum(np.arange(ranks.rank * width, (ranks.rank + 1) * width), count - 1)
 
@@ -107,5 +130,6 @@ def _blank(model: TwoTower) -> tuple[int, int, int]:
     return (3, size, size) if isinstance(size, int) else (3, *size)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def wide_dtype(model: TwoTower) -> torch.dtype:
+    """What embeddings are kept and compared in."""
+    return torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32

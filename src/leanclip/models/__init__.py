@@ -4,22 +4,28 @@ from leanclip.models.config import ModelConfig
 from leanclip.models.tokens import TokenCounter
 from leanclip.models.two_tower import (
     CONFIG_FILE,
+    PROMPT_SETS,
     WEIGHTS_FILE,
     TwoTower,
     create_model,
+    imagenet_classnames,
     is_resnet,
     load_model,
     model_config_of,
+    prompt_templates,
 )
 
 __all__ = [
     "CONFIG_FILE",
+    "PROMPT_SETS",
     "WEIGHTS_FILE",
     "ModelConfig",
     "TokenCounter",
     "TwoTower",
     "create_model",
+    "imagenet_classnames",
     "is_resnet",
     "load_model",
     "model_config_of",
+    "prompt_templates",
 ]

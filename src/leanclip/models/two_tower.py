@@ -13,6 +13,7 @@ from typing import Any
 import open_clip
 import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
+from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
 from torch import Tensor, nn
 
 from leanclip.distributed import Ranks, whole
@@ -22,6 +23,7 @@ from leanclip.models.config import ModelConfig
 WEIGHTS_FILE = "open_clip_model.safetensors"  # the two names that open_clip looks for in a `local-dir:`
 CONFIG_FILE = "open_clip_config.json"
 PREPROCESS_FIELDS = {field.name for field in fields(PreprocessCfg)}
+PROMPT_SETS = {"openai": OPENAI_IMAGENET_TEMPLATES, "simple": SIMPLE_IMAGENET_TEMPLATES}
 
 for _path in sorted((Path(__file__).parent / "configs").glob("*.json")):
     open_clip.add_model_config(_path)
@@ -226,6 +228,16 @@ def create_tokenizer(model: str) -> Any:
             return open_clip.get_tokenizer(registered)
         except OSError as error:  # a tokenizer of the hub that is neither here nor within reach
             raise UserError(f"cannot load the tokenizer of {model} ({str(error).splitlines()[0]})") from error
+
+
+def prompt_templates(name: str) -> tuple[str, ...]:
+    """One of open_clip's sets of prompts, with {} for the name of the class."""
+    return tuple(template("{}") for template in PROMPT_SETS[name])
+
+
+def imagenet_classnames() -> tuple[str, ...]:
+    """open_clip's names of ImageNet's 1,000 classes, in the order of their WordNet ids."""
+    return tuple(IMAGENET_CLASSNAMES)
 
 
 def is_resnet(model: str) -> bool:

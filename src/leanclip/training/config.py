@@ -51,10 +51,20 @@ class RunConfig:
     """Steps between log lines."""
     eval_every: int | None = None
     """Steps between evaluations; 0 evaluates only before and after. Default: a tenth of the run."""
+    zero_shot: tuple[str, ...] = ()
+    """Labelled images to classify at each evaluation: tar shards with .cls files and a classnames.txt, or a folder
+    for each class. May be given several times. The bundled data bring their own."""
+    imagenet_val: str | None = None
+    """ImageNet's validation images, in a folder for each class, to classify at each evaluation."""
+    imagenet_v2: str | None = None
+    """ImageNet-V2, likewise; its folders are numbered."""
+    templates: str | None = None
+    """Prompts for class names: openai (80), simple (7), or a file with one per line, {} standing for the name.
+    Default: the set's own, else openai for ImageNet and simple for others."""
     save_every: int | None = None
     """Steps between checkpoints. Default: one at the end."""
     best_metric: str = "text_to_image_recall@10"
-    """The checkpoint with the highest value of this is kept as checkpoints/best."""
+    """The checkpoint with the highest value of this is kept as checkpoints/best. Of a zero-shot set: NAME/top1."""
     report_to: str = "tensorboard"
     """Who shows the numbers of metrics.jsonl: tensorboard, wandb, both with a comma between (or all), or none."""
     wandb_project_name: str = "leanclip"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from leanclip.data import Batch, BrokenCount
+from leanclip.data import Batch, BrokenCount, Subset
 from leanclip.distributed import LEDGER, Traffic, traffic
 from leanclip.errors import UserError
-from leanclip.evaluation import embed, hardest_negatives, retrieval_metrics, retrieval_panel
+from leanclip.evaluation import classify, embed, hardest_negatives, retrieval_metrics, retrieval_panel, summary
 from leanclip.optim import scheduled, set_learning_rate
 from leanclip.training.checkpoint import Position, save_best, save_checkpoint
 from leanclip.training.health import HealthCheck
@@ -23,6 +23,8 @@ from leanclip.training.run_directory import CARD_FILE, RunDirectory, environment
 from leanclip.training.setup import Job
 from leanclip.training.step import StepResult, training_step
 from leanclip.training.trackers import open_trackers
+
+MANY_SAMPLES = 2000  # decoded in a few seconds
 
 
 @dataclass
@@ -242,31 +244,62 @@ class _Trainer:
         job = self.job
         if self.step:
             self.log_state()
-        if job.data.val is None:
+        found: dict[str, float] = {}
+        if job.data.val is not None:
+            found |= self.retrieval(job.data.val)
+        if job.zero_shot:
+            found |= self.zero_shot()
+        if not found:
             return
-        embedded = embed(job.model, job.data.val, device=job.device, autocast=job.pieces.autocast)
-        metrics = job.ranks.once(
-            lambda: dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text))
+        value = found.get(job.config.run.best_metric)
+        if value is not None and self.step > 0 and (self.best is None or value > self.best):
+            self.best = value
+            save_best(self.directory.checkpoints, job.model, job.loss, self.texts())
+        self.alive()
+        self.clock.lap()
+
+    def retrieval(self, data: Subset) -> dict[str, float]:
+        """Recall on the held-out data, and pictures of it."""
+        job = self.job
+        embedded = embed(
+            job.model, data, device=job.device, autocast=job.pieces.autocast, workers=self.workers_for(len(data))
         )
+        metrics = dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text))
         if self.log is not None:
             self.log.evaluation(step=self.step, epoch=self.epochs_done, name="val", metrics=metrics)
             panel = {
                 "step": self.step,
                 "set": "val",
-                "images": retrieval_panel(job.data.val, embedded),
-                "hardest": hardest_negatives(job.data.val, embedded),
+                "images": retrieval_panel(data, embedded),
+                "hardest": hardest_negatives(data, embedded),
             }
             write_atomically(self.directory.panel, json.dumps(finite(panel)))
         self.progress.print(
             f"step {self.step}: held-out recall@10 text-to-image {metrics['text_to_image_recall@10']:.1%}, "
             f"image-to-text {metrics['image_to_text_recall@10']:.1%} (chance {metrics['chance@10']:.1%})"
         )
-        value = metrics.get(job.config.run.best_metric)
-        if value is not None and self.step > 0 and (self.best is None or value > self.best):
-            self.best = value
-            save_best(self.directory.checkpoints, job.model, job.loss, self.texts())
-        self.alive()
-        self.clock.lap()
+        return metrics
+
+    def zero_shot(self) -> dict[str, float]:
+        """Accuracy on the labelled sets, and what was taken for what."""
+        job, metrics, sets = self.job, {}, {}
+        for labelled, prompts in job.zero_shot:
+            found = classify(
+                job.model, labelled, prompts, device=job.device, autocast=job.pieces.autocast,
+                workers=self.workers_for(len(labelled)),
+            )  # fmt: skip
+            metrics |= {f"{found.name}/{name}": value for name, value in found.metrics().items()}
+            sets[found.name] = found.to_json()
+            if self.log is not None:
+                self.log.evaluation(step=self.step, epoch=self.epochs_done, name=found.name, metrics=found.metrics())
+            self.progress.print(f"step {self.step}: {summary(found)}")
+        if self.log is not None:
+            write_atomically(self.directory.zero_shot, json.dumps({"step": self.step, "sets": sets}))
+        return metrics
+
+    def workers_for(self, samples: int) -> int:
+        """Starting processes is worth it for large sets only."""
+        return self.job.config.data.workers if samples > MANY_SAMPLES else 0
 
     def save(self) -> Path:
         job = self.job

@@ -6,6 +6,7 @@ run.json        what is being trained, on what, and whether it is finished
 metrics.jsonl   one object per logged step and per evaluation
 manifest.json   the shards and the ids of their samples, which a resumed run keeps
 panel.json      held-out images with the captions the model finds
+zero_shot.json  how often which class was taken for which, at the last evaluation
 checkpoints/    step_00000100/ ..., best/, last -> the newest
 """
 
@@ -49,6 +50,10 @@ class RunDirectory:
     @property
     def panel(self) -> Path:
         return self.path / "panel.json"
+
+    @property
+    def zero_shot(self) -> Path:
+        return self.path / "zero_shot.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from leanclip.data import Datasets, Manifest, TrainingLoader, load_manifest, open_datasets, training_transform
 from leanclip.distributed import Ranks, replicated, sharded
 from leanclip.errors import UserError
-from leanclip.evaluation import RECALLS
+from leanclip.evaluation import RECALLS, ZERO_SHOT_METRICS, LabelledSet, Prompts, labelled_sets, prompts_for
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.registry import spec_of
@@ -49,6 +50,7 @@ class Job:
     position: Position  # where it starts
     resume_from: Path | None
     taken: str | None = None  # of a checkpoint of OpenCLIP's
+    zero_shot: tuple[tuple[LabelledSet, Prompts], ...] = ()  # classified at each evaluation
 
     @property
     def epochs(self) -> int:
@@ -71,8 +73,8 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Datasets]:
         spec_of(config.run.loss)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if config.run.best_metric not in RECALLS:
-        raise UserError(f"unknown --best-metric {config.run.best_metric!r}; choose from {', '.join(RECALLS)}")
+    if "/" not in config.run.best_metric:  # others name a zero-shot set, and are checked when those are open
+        _check_best_metric(config.run.best_metric, RECALLS)
     check_trackers(config.run.report_to)
     if config.model.model is not None:
         model_config_of(config.model.model)
@@ -87,7 +89,7 @@ def _agree(config: TrainConfig, data: Datasets) -> None:
     ranks = Ranks.current()
     told = replace(
         config,
-        run=replace(config.run, name=None, device=None, logs=""),
+        run=replace(config.run, name=None, device=None, logs="", zero_shot=(), imagenet_val=None, imagenet_v2=None),
         data=replace(config.data, train_data=None, val_data=None),
     )
     manifest = data.train.source.manifest() or []
@@ -102,10 +104,29 @@ def _agree(config: TrainConfig, data: Datasets) -> None:
                 raise error
 
 
+def _check_best_metric(metric: str, known: Sequence[str]) -> None:
+    if metric not in known:
+        raise UserError(f"unknown --best-metric {metric!r}; choose from {', '.join(known)}")
+
+
+def _open_zero_shot(config: TrainConfig) -> tuple[tuple[LabelledSet, Prompts], ...]:
+    run = config.run
+    sets = labelled_sets(
+        run.zero_shot,
+        imagenet_val=run.imagenet_val,
+        imagenet_v2=run.imagenet_v2,
+        bundled=config.data.train_data is None and config.data.val_data is None,
+    )
+    named = [f"{each.name}/{metric}" for each in sets for metric in ZERO_SHOT_METRICS]
+    _check_best_metric(run.best_metric, (*RECALLS, *named))
+    return tuple((each, prompts_for(each, run.templates)) for each in sets)
+
+
 def set_up(config: TrainConfig) -> Job:
     """Build everything a run needs. Deterministic in the seed."""
     ranks = Ranks.current()
     config, data = resolve(_with_foreign_weights(config))
+    zero_shot = _open_zero_shot(config)
     config = replace(
         config, run=replace(config.run, name=ranks.once(lambda: config.run.name))
     )  # it may hold the time
@@ -200,8 +221,8 @@ def set_up(config: TrainConfig) -> Job:
             loss.resize(len(data.train.source))  # for shards that were added since
     return Job(
         config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, pieces=pieces,
-        ranks=ranks, loader=loader, steps=steps,
-        position=position, resume_from=resume_from, taken=taken,
+        ranks=ranks, loader=loader, steps=steps, position=position, resume_from=resume_from, taken=taken,
+        zero_shot=zero_shot,
     )  # fmt: skip
 
 

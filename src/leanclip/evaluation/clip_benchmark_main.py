@@ -1,0 +1,22 @@
+"""CLIP_benchmark's own command line, started as `python -m leanclip.evaluation.clip_benchmark_main eval ...`.
+
+The only module that imports clip_benchmark. Of its version 1.6.2 one function is replaced: its `accuracy` turns an
+array of one element into a float in a way that NumPy refuses from 2.4 on.
+"""
+
+from collections.abc import Sequence
+
+from clip_benchmark import cli
+from clip_benchmark.metrics import zeroshot_classification
+from torch import Tensor
+
+
+def accuracy(output: Tensor, target: Tensor, topk: Sequence[int] = (1,)) -> list[float]:
+    """The share of rows whose target is among the k highest, for each k."""
+    highest = output.topk(max(topk), dim=1).indices
+    return [(highest[:, :k] == target[:, None]).any(1).double().mean().item() for k in topk]
+
+
+if __name__ == "__main__":
+    zeroshot_classification.accuracy = accuracy
+    cli.main()

@@ -1,0 +1,48 @@
+"""What one rank of the evaluation tests does: embed, retrieve and classify, with sizes that divide by nothing."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import torch
+
+from leanclip.data import DataConfig, Subset, open_source
+from leanclip.distributed import sharded
+from leanclip.evaluation import ClassifierCache, classify, embed, open_labelled, prompts_for, retrieval_metrics
+from leanclip.models import ModelConfig, create_model
+
+SMALL = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 16, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 12, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
+}
+
+
+def evaluated(ranks, folder, count, wrap, dtype):
+    """The figures of an untrained model on the first `count` samples of the captions, and on all classes."""
+    folder = Path(folder)
+    config = folder / f"model-{ranks.rank}-{ranks.size}.json"
+    config.write_text(json.dumps(SMALL))
+    torch.manual_seed(5)
+    model = create_model(ModelConfig(model=str(config))).to(getattr(torch, dtype))
+    device = torch.device("cpu")
+    if wrap == "fsdp" and ranks.size > 1:
+        sharded(model, ranks, device, methods=("encode_image", "encode_text"))
+    source = open_source(str(folder / "captions.tar"), DataConfig())
+    data = Subset(source, torch.arange(len(source)).numpy()[:count])
+    embedded = embed(model, data, device=device, autocast=contextlib.nullcontext(), batch=4)
+    metrics = dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text, tile=5))
+    labelled = open_labelled(str(folder / "classes"))
+    cache = None if wrap == "fsdp" else ClassifierCache(model, directory=folder / f"cache-{ranks.size}")
+    found = classify(
+        model, labelled, prompts_for(labelled), device=device, autocast=contextlib.nullcontext(), batch=4, cache=cache
+    )
+    again = classify(
+        model, labelled, prompts_for(labelled), device=device, autocast=contextlib.nullcontext(), batch=3, cache=cache
+    )
+    assert again.confusion.tolist() == found.confusion.tolist()
+    return {"retrieval": metrics | {"broken": embedded.broken}, "zero_shot": found.to_json()}
+
+
+def evaluated_all(ranks, folder, cases):
+    return {f"{case}": evaluated(ranks, folder, *case) for case in cases}

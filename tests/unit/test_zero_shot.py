@@ -1,0 +1,230 @@
+"""Zero-shot classification against a plain computation, and the forms that labelled images come in."""
+
+import contextlib
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from evaluation_sets import TEMPLATES, emoji, write_classes
+from shard_files import picture, write_shard
+
+import leanclip
+from leanclip.errors import UserError
+from leanclip.evaluation import (
+    Classified,
+    ClassifierCache,
+    bundled_groups,
+    classify,
+    labelled_sets,
+    open_imagenet,
+    open_labelled,
+    prompts_for,
+)
+from leanclip.evaluation.zero_shot import _answers
+from leanclip.inference import find_model, load_model
+from leanclip.models import imagenet_classnames
+
+CPU = torch.device("cpu")
+
+
+def classified(model, labelled, templates=None, **options):
+    prompts = prompts_for(labelled, templates)
+    return classify(model, labelled, prompts, device=CPU, autocast=contextlib.nullcontext(), **options)
+
+
+def plain(run, samples, groups, templates):
+    """With open_clip's own preprocessing and numpy, one class at a time."""
+    import io
+
+    from PIL import Image
+
+    model, preprocess, tokenizer = leanclip.load(run)
+    with torch.no_grad():
+        pixels = torch.stack([preprocess(Image.open(io.BytesIO(image))) for _, image, _, _ in samples])
+        images = model.encode_image(pixels).numpy()
+        classes = []
+        for group in groups:
+            texts = model.encode_text(tokenizer([template.replace("{c}", group) for template in templates])).numpy()
+            classes.append(texts.mean(0) / np.linalg.norm(texts.mean(0)))
+    scores = images @ np.stack(classes).T
+    labels = np.array([groups.index(group) for *_, group in samples])
+    order = np.argsort(-scores, axis=1)
+    confusion = np.zeros((len(groups), len(groups)), int)
+    for label, answer in zip(labels, order[:, 0], strict=True):
+        confusion[label, answer] += 1
+    return {
+        "confusion": confusion.tolist(),
+        "top1": (order[:, 0] == labels).mean(),
+        "top5": np.mean([label in row[:5] for label, row in zip(labels, order, strict=True)]),
+        "mean_per_class_recall": np.mean([(order[labels == c, 0] == c).mean() for c in range(len(groups))]),
+    }
+
+
+@pytest.mark.parametrize("batch", [7, 256])
+def test_figures_equal_a_plain_computation(small_run, tmp_path, batch):
+    samples = emoji(60)
+    groups = write_classes(tmp_path / "groups", samples)
+    labelled = open_labelled(str(tmp_path / "groups"))
+    assert labelled.name == "groups" and labelled.classnames == tuple(groups) and len(labelled) == 60
+    found = classified(load_model(find_model(small_run)), labelled, batch=batch).to_json()
+    expected = plain(small_run, samples, groups, TEMPLATES)
+    assert found["confusion"] == expected.pop("confusion")
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert found["images"] == 60 and found["broken"] == 0 and found["prompts"] == 2 * len(groups)
+
+
+def test_metrics_of_a_confusion():
+    confusion = np.array([[3, 1, 0], [0, 0, 0], [2, 0, 2]])
+    found = Classified(name="x", classnames=("a", "b", "c"), confusion=confusion, top5=math.nan, prompts=3, broken=0)
+    assert found.metrics() == pytest.approx(
+        {"top1": 5 / 8, "mean_per_class_recall": (3 / 4 + 2 / 4) / 2, "images": 8, "chance@1": 1 / 3}
+    )
+    assert found.largest_class == 0.5
+    rows = found.per_class()
+    assert rows[1] == {"class": "b", "images": 0, "recall": None, "mistaken_for": None, "times": 0}
+    assert rows[2] == {"class": "c", "images": 4, "recall": 0.5, "mistaken_for": "a", "times": 2}
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+def test_ties_and_nan_count_against():
+    labels = torch.tensor([0, 1, 2])
+    tied = _answers(torch.ones(3, 4) / 2, torch.ones(5, 4) / 2, labels)
+    assert tied.place.tolist() == [4, 4, 4] and not (tied.predicted == labels).any()
+    broken = _answers(torch.full((3, 4), math.nan), torch.ones(5, 4) / 2, labels)
+    assert broken.place.tolist() == [4, 4, 4] and not (broken.predicted == labels).any()
+
+
+def test_broken_images_are_counted(small_run, tmp_path):
+    files = {f"{n}.png": picture(n, kind="PNG") for n in range(6)} | {f"{n}.cls": b"%d" % (n % 2) for n in range(6)}
+    files |= {"6.png": b"junk", "6.cls": b"1", "7.png": picture(7, kind="PNG"), "8.cls": b"0", "9.png": b""}
+    files |= {"9.cls": b"0", "10.png": picture(1, kind="PNG"), "10.cls": b"what"}
+    write_shard(tmp_path / "set.tar", files)
+    (tmp_path / "classnames.txt").write_text("red thing\nblue thing\n")
+    found = classified(load_model(find_model(small_run)), open_labelled(str(tmp_path / "set.tar")))
+    assert found.images == 6 and found.broken == 5  # 6 and 9 do not decode; 7, 8 and 10 lack an image or a class
+    assert math.isnan(found.top5) and "top5" not in found.metrics()
+
+
+def test_a_class_may_be_written_by_name(tmp_path):
+    files = {"a.png": picture(1, kind="PNG"), "a.cls": b"blue\n", "b.png": picture(2, kind="PNG"), "b.cls": b"0"}
+    write_shard(tmp_path / "set.tar", files)
+    (tmp_path / "classnames.txt").write_text("red\nblue\n")
+    assert open_labelled(str(tmp_path / "set.tar")).labels.tolist() == [1, 0]
+
+
+def test_a_folder_for_each_class(small_run, tmp_path):
+    for number, name in enumerate(["hot_dog", "cat", "tree"]):
+        (tmp_path / name / "deep").mkdir(parents=True)
+        for copy in range(number + 1):
+            (tmp_path / name / "deep" / f"{copy}.png").write_bytes(picture(10 * number + copy, kind="PNG"))
+    labelled = open_labelled(str(tmp_path))
+    assert labelled.classnames == ("cat", "hot dog", "tree")
+    assert labelled.labels.tolist() == [0, 0, 1, 2, 2, 2]
+    assert classified(load_model(find_model(small_run)), labelled).images == 6
+    (tmp_path / "classnames.txt").write_text("a cat\nfood\nplants\n")
+    assert open_labelled(str(tmp_path)).classnames == ("a cat", "food", "plants")
+    (tmp_path / "classnames.txt").write_text("a cat\n")
+    with pytest.raises(UserError, match="1 lines for 3 folders"):
+        open_labelled(str(tmp_path))
+
+
+def test_imagenet(tmp_path):
+    wordnet = [f"n{10 * number:08d}" for number in range(1000)]
+    for layout, names in (("val", wordnet), ("v2", [str(number) for number in range(1000)])):
+        for name in names:
+            (tmp_path / layout / name).mkdir(parents=True)
+        for number in (0, 2, 11, 999):
+            (tmp_path / layout / names[number] / "x.JPEG").write_bytes(picture(number))
+    for given in (tmp_path, tmp_path / "val", tmp_path / "v2"):
+        labelled = open_imagenet(str(given))
+        assert labelled.labels.tolist() == [0, 2, 11, 999] and labelled.classnames == imagenet_classnames()
+        assert labelled.classnames[0] == "tench" and labelled.source.captions(0) == ["tench"]
+    prompts = prompts_for(labelled)
+    assert len(prompts) == 1000 and len(prompts[0]) == 80 and prompts[0][0] == "a bad photo of a tench."
+    (tmp_path / "val" / wordnet[5]).rmdir()
+    with pytest.raises(UserError, match="999 folders"):
+        open_imagenet(str(tmp_path / "val"))
+
+
+def test_the_bundled_groups(small_run):
+    labelled = bundled_groups()
+    assert len(labelled) == 200 and len(labelled.classnames) == 6 and labelled.left_out == 0
+    assert np.bincount(labelled.labels).tolist() == [17, 29, 29, 47, 33, 45]
+    found = classified(load_model(find_model(small_run)), labelled)
+    assert found.images == 200 and found.broken == 0 and found.prompts == 6 * 32
+    assert prompts_for(labelled, "simple")[0][0] == "itap of a activities."
+
+
+def test_names_of_sets_are_distinct(tmp_path):
+    for place in ("one", "two"):
+        write_classes(tmp_path / place / "set", emoji(8))
+    sets = labelled_sets([str(tmp_path / "one" / "set"), str(tmp_path / "two" / "set"), "emoji"], bundled=True)
+    assert [each.name for each in sets] == ["set", "set-2", "emoji groups"]
+
+
+def test_templates(tmp_path):
+    labelled = bundled_groups()
+    file = tmp_path / "mine.txt"
+    file.write_text("the {} group\n\nof {c} and {c}\n")
+    assert prompts_for(labelled, str(file))[0] == ("the activities group", "of activities and activities")
+    assert len(prompts_for(labelled, "openai")[0]) == 80 and len(prompts_for(labelled, "simple")[0]) == 7
+    file.write_text("good {}\nno place\n")
+    with pytest.raises(UserError, match="template 2: 'no place' has no"):
+        prompts_for(labelled, str(file))
+    with pytest.raises(UserError, match="no such file, and none of the sets openai, simple"):
+        prompts_for(labelled, "opanai")
+
+
+def test_classifiers_are_kept_by_weights_and_prompts(small_run, tmp_path, monkeypatch):
+    model = load_model(find_model(small_run))
+    labelled = bundled_groups()
+    first = classified(model, labelled, cache=ClassifierCache(model, directory=tmp_path))
+    assert len(list(tmp_path.iterdir())) == 1
+
+    def refuse(*_, **__):
+        raise AssertionError("the text tower was asked again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "encode_text", refuse)
+        again = classified(model, labelled, cache=ClassifierCache(model, directory=tmp_path))
+        assert np.array_equal(first.confusion, again.confusion)
+        with pytest.raises(AssertionError, match="asked again"):
+            classified(model, labelled, "simple", cache=ClassifierCache(model, directory=tmp_path))
+    with torch.no_grad():
+        model.clip.token_embedding.weight += 1e-3
+    classified(model, labelled, cache=ClassifierCache(model, directory=tmp_path))
+    assert len(list(tmp_path.iterdir())) == 2
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"junk")
+    classified(model, labelled, cache=ClassifierCache(model, directory=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("files", "names", "words"),
+    [
+        ({"a.png": b"x", "a.cls": b"0"}, None, "no classnames.txt beside"),
+        ({"a.png": b"x", "a.cls": b"2"}, "one\ntwo\n", "says class 2, and classnames.txt has 2 lines"),
+        ({"a.png": b"x", "a.txt": b"0"}, "one\ntwo\n", "no labelled images in"),
+        ({"a.png": b"x", "a.cls": b"three"}, "one\ntwo\n", "hold no numbers and no names"),
+    ],
+)
+def test_mistakes_name_the_remedy(files, names, words, tmp_path):
+    (tmp_path / "data").mkdir()
+    write_shard(tmp_path / "data" / "set.tar", files)
+    if names is not None:
+        (tmp_path / "data" / "classnames.txt").write_text(names)
+    with pytest.raises(UserError, match=words):
+        open_labelled(str(tmp_path / "data"))
+
+
+def test_other_mistakes(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        open_labelled(str(tmp_path / "absent.tar"))
+    with pytest.raises(UserError, match="one folder of images per class"):
+        open_labelled(str(tmp_path))
+    (tmp_path / "set.tar").write_bytes(b"\x1f\x8b" + bytes(600))
+    (tmp_path / "classnames.txt").write_text("a\n")
+    with pytest.raises(UserError, match="compressed; unpack it: gunzip"):
+        open_labelled(str(tmp_path / "set.tar"))
