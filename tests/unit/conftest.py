@@ -16,7 +16,7 @@ def small_run(tmp_path_factory):
 
     logs = tmp_path_factory.mktemp("logs")
     (logs / "small.json").write_text(json.dumps(SMALL))
-    flags = ["--model", str(logs / "small.json"), "--batch-size", "32", "--max-steps", "40", "--eval-every", "0"]
+    flags = ["--model", str(logs / "small.json"), "--batch-size", "32", "--max-steps", "15", "--eval-every", "0"]
     with pytest.raises(SystemExit) as stop:
         main(["train", "--recipe", "demo", "--name", "small", "--logs", str(logs), "--workers", "0",
               "--device", "cpu", *flags])  # fmt: skip

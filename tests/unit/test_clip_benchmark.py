@@ -39,7 +39,7 @@ def test_its_figures_equal_ours(small_run, tmp_path):
         for metric in metrics:
             assert theirs["metrics"][metric] == pytest.approx(ours["metrics"][metric], abs=1e-3), metric
     assert sets["captions"]["metrics"]["captions"] == 180
-    assert 0.1 < sets["captions"]["metrics"]["text_to_image_recall@10"] < 1
+    assert 0 < sets["captions"]["metrics"]["text_to_image_recall@10"] < 1
     assert 0 < sets["groups"]["metrics"]["top1"] < sets["groups"]["metrics"]["top5"] < 1
 
 

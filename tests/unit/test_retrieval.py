@@ -31,7 +31,7 @@ def plain_recalls(images, texts, owner):
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize("tile", [7, 4096])
+@pytest.mark.parametrize("tile", [7, None])
 @pytest.mark.parametrize("captions", [1, 5])
 def test_recalls_equal_a_plain_computation(captions, tile, shuffled):
     draw = np.random.default_rng(captions)
@@ -56,7 +56,7 @@ def test_ties_count_against():
     assert text_places.tolist() == [0, 3, 0, 0]
 
 
-@pytest.mark.parametrize("tile", [7, 4096])
+@pytest.mark.parametrize("tile", [7, None])
 def test_a_broken_model_finds_nothing(tile):
     broken = torch.full((20, 4), float("nan"))
     found = retrieval_metrics(broken, broken, torch.arange(20), tile=tile)

@@ -11,7 +11,9 @@ from leanclip.distributed import Ranks
 RECALL_AT = (1, 5, 10)
 DIRECTIONS = ("image_to_text", "text_to_image")
 RECALLS = tuple(f"{direction}_recall@{k}" for direction in DIRECTIONS for k in RECALL_AT)
-TILE = 4096  # rows and columns of the scores that exist at a time
+# Rows and columns of the scores that exist at a time. On a CPU they should stay in the cache: with 4096 it takes four
+# times as long.
+TILE, TILE_ON_GPU = 1024, 8192
 
 
 def retrieval_metrics(
@@ -19,7 +21,7 @@ def retrieval_metrics(
     texts: Tensor,
     image_of_text: Tensor,
     *,
-    tile: int = TILE,
+    tile: int | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Mapping[str, float]:
     """Recall at 1, 5, 10 and median rank in both directions; text j belongs to image `image_of_text[j]`.
@@ -42,7 +44,7 @@ def places(
     texts: Tensor,
     image_of_text: Tensor,
     *,
-    tile: int = TILE,
+    tile: int | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> tuple[Tensor, Tensor]:
     """How many wrong texts stand before an image's best right one, and how many wrong images before a text's own.
@@ -51,6 +53,7 @@ def places(
     for both directions, and are never there as a whole. A rank takes its share of the texts against all images.
     """
     ranks = Ranks.current()
+    tile = tile or (TILE if texts.device.type == "cpu" else TILE_ON_GPU)
     share = ranks.share(len(texts))
     own, owner = texts[share], image_of_text[share]
     right = own.new_empty(len(own))
