@@ -5,6 +5,7 @@ its own reads what the others say, because the main thread may be waiting inside
 is gone.
 """
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -127,6 +128,8 @@ class Watch:
 
     def _listen(self) -> None:
         assert self.store is not None
+        if self.store.check(["watch/verdict"]):
+            self._leave(self.store.get("watch/verdict").decode())
         now = time.monotonic()
         for other, seen in self._seen.items():
             if seen.finished or not self.store.check([f"watch/{other}"]):
@@ -157,15 +160,20 @@ class Watch:
         if not behind:
             everyone = [s.progress for s in self._seen.values() if not s.finished]
             if any(progress > PROGRESS.count for progress in everyone):
-                return (
-                    f"it hangs itself: it has not come further for {self.timeout:.0f} s, and the others wait for it"
-                )
+                return f"rank {self.rank} hangs: it has not come further for {self.timeout:.0f} s, and the others wait for it"
             return f"nobody has come further for {self.timeout:.0f} s: all ranks wait inside the same operation"
         names = ", ".join(f"rank {r} ({self._seen[r].where})" for r in behind)
         return f"{names} hangs: it has not come further for {self.timeout:.0f} s while the others wait for it"
 
     def _leave(self, message: str) -> None:
+        """Tell everybody why, and end this process. Rank 0 may keep the store, so it waits until the others know."""
         print(f"leanclip: rank {self.rank} stops: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):  # the store may be what is gone
+            assert self.store is not None
+            if not self.store.check(["watch/verdict"]):
+                self.store.set("watch/verdict", message)
+            if self.rank == 0:
+                time.sleep(3 * self.interval)
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(LOST)
