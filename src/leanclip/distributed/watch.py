@@ -160,7 +160,10 @@ class Watch:
         if not behind:
             everyone = [s.progress for s in self._seen.values() if not s.finished]
             if any(progress > PROGRESS.count for progress in everyone):
-                return f"rank {self.rank} hangs: it has not come further for {self.timeout:.0f} s, and the others wait for it"
+                return (
+                    f"rank {self.rank} hangs: it has not come further for {self.timeout:.0f} s"
+                    " while the others wait for it"
+                )
             return f"nobody has come further for {self.timeout:.0f} s: all ranks wait inside the same operation"
         names = ", ".join(f"rank {r} ({self._seen[r].where})" for r in behind)
         return f"{names} hangs: it has not come further for {self.timeout:.0f} s while the others wait for it"
