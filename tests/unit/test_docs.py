@@ -10,6 +10,8 @@ import pytest
 from leanclip.cli import COMMANDS
 from leanclip.cli.data import CheckCommand, PackCommand
 from leanclip.cli.evaluate import EvaluateCommand
+from leanclip.cli.export import ExportCommand
+from leanclip.cli.openclip_flags import FLAGS
 from leanclip.cli.report import ReportCommand
 from leanclip.cli.selftest import SelftestCommand
 from leanclip.cli.train import TrainCommand
@@ -25,7 +27,8 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 # Named in the documentation because OpenCLIP has them or other programs do, not because we do.
 FOREIGN_FLAGS = {
-    "logdir", "sort", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "local-loss", "gather-with-grad",
+    "logdir", "sort", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint",
+    *FLAG.findall(" ".join(f"--{flag.name}" for flag in FLAGS)),
 }  # fmt: skip
 
 
@@ -40,6 +43,7 @@ def flags() -> dict[str, set[str]]:
         "train": train | flags_of(TrainCommand) - {"settings"},
         "evaluate": flags_of(EvaluateCommand),
         "data": flags_of(PackCommand) | flags_of(CheckCommand),
+        "export": flags_of(ExportCommand),
         "report": flags_of(ReportCommand),
         "selftest": flags_of(SelftestCommand),
     }

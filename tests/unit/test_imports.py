@@ -25,6 +25,7 @@ ONE_DOOR = {
     "tyro": "cli/parse.py",
     "timm": "optim/factory.py",
     "fsspec": "data/files.py",
+    "transformers": "models/transformers_clip.py",
     "clip_benchmark": "evaluation/clip_benchmark_main.py",
     "wandb": "training/trackers.py",
 }

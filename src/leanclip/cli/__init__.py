@@ -10,6 +10,7 @@ COMMANDS = {
     "train": "train a model; without arguments, a small one on the bundled data",
     "evaluate": "retrieval and zero-shot figures of a run, a checkpoint or an open_clip model",
     "data": "pack pictures and captions into shards; check a data set",
+    "export": "a trained model as an open_clip file or a transformers directory",
     "report": "one HTML file with a run's curves, figures and pictures",
     "selftest": "check on this machine that the losses compute what they should",
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from leanclip import __version__
+from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.parse import parse
 from leanclip.config import load_toml, override, save_toml
 from leanclip.distributed import PROGRESS, device_for, joined, launched
@@ -28,6 +29,9 @@ files and checkpoints that open_clip loads.
   leanclip train --train-data 'shards/{00000..00331}.tar' --val-data val.tar --model ViT-B-32 --global-batch-size 1024
   leanclip train --config logs/RUN/config.toml --name again
   torchrun --nproc-per-node 4 -m leanclip train --train-data ... --global-batch-size 4096     (4 GPUs)
+
+OpenCLIP's command lines work too: its flags are taken, translated with a note, or refused with the reason
+(docs/from-openclip.md lists them all).
 """
 
 
@@ -43,14 +47,17 @@ class TrainCommand:
 
 
 def run(arguments: list[str]) -> None:
+    arguments, notes = from_openclip(arguments)
     command = parse_command(arguments)
+    launch = launched()
+    for note in notes if launch.rank == 0 else ():
+        print(f"note: {note}", file=sys.stderr)
     if command.recipe == "list":
         from leanclip.recipes import list_recipes
 
         for name, summary in list_recipes():
             print(f"{name:<24} {summary}")
         return
-    launch = launched()
     settings = command.settings
     settings = replace(settings, run=replace(settings.run, device=device_for(launch, settings.run.device)))
     device, timeout = device_of(settings.run.device), settings.parallel.dist_timeout
@@ -73,6 +80,8 @@ def start(settings: TrainConfig, *, dry_run: bool, alive: Callable[[], None]) ->
         console.print(f"left out of the training data: {kinds}")
     if job.data.note:
         console.print(job.data.note)
+    if job.taken:
+        console.print(f"resumed {job.taken}")
     if job.pieces.parts > 1:
         each = -(-job.ranks.largest_share(job.loader.batch) // job.pieces.parts)
         console.print(f"micro-batches: {job.pieces.parts} of {each} samples a step")
@@ -101,6 +110,9 @@ def parse_command(arguments: list[str]) -> TrainCommand:
     for one, other in (("--batch-size", "global_batch_size"), ("--global-batch-size", "batch_size")):
         if one in typed:
             settings = replace(settings, data=replace(settings.data, **{other: None}))
+    for one, other in (("--save-frequency", "save_every"), ("--val-frequency", "eval_every")):
+        if one in typed and f"--{other.replace('_', '-')}" not in typed:
+            settings = replace(settings, run=replace(settings.run, **{other: None}))
     loss = _value_of("loss", arguments)
     if loss is not None and loss != settings.run.loss:
         settings = replace(settings, loss=LossConfig())  # what was said for the other loss

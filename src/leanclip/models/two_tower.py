@@ -56,6 +56,9 @@ class TwoTower(nn.Module):
         super().train(mode)
         if self.image_locked:  # open_clip's own way would replace the batch-norm layers, and their keys
             self.clip.visual.eval()
+            for module in self.clip.visual.modules():
+                if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                    module.training = mode
         return self
 
     def forward(
@@ -97,13 +100,13 @@ class TwoTower(nn.Module):
         special = {*getattr(self.tokenizer, "all_special_ids", ()), 0}
         return self.tokenizer.decode([t for t in tokens.tolist() if t not in special]).strip()  # pyright: ignore[reportFunctionMemberAccess]
 
-    def lock_image(self) -> None:
-        """Freeze the image tower: parameters, batch-norm statistics, dropout."""
-        self.clip.lock_image_tower()
+    def lock_image(self, unlocked_groups: int = 0) -> None:
+        """Freeze the image tower, but for its last groups: parameters, batch-norm statistics, dropout."""
+        self.clip.lock_image_tower(unlocked_groups=unlocked_groups)
         self.image_locked = True
 
-    def lock_text(self) -> None:
-        self.clip.lock_text_tower()
+    def lock_text(self, unlocked_layers: int = 0) -> None:
+        self.clip.lock_text_tower(unlocked_layers=unlocked_layers)
 
     def checkpoint_activations(self) -> None:
         """Keep only the inputs of the transformer blocks for the backward pass, and compute the rest again."""
@@ -152,14 +155,48 @@ def create_model(config: ModelConfig, *, siglip: bool = False, double: bool = Fa
         if "timm_model_name" in model_config["vision_cfg"]:
             raise UserError(f"--force-image-size does not work with {name}: its image tower has one size")
         model_config["vision_cfg"]["image_size"] = config.force_image_size
+    if config.force_context_length is not None:
+        model_config["text_cfg"]["context_length"] = config.force_context_length
+    if config.force_patch_dropout is not None:
+        if not isinstance(model_config["vision_cfg"].get("layers"), int):
+            raise UserError(
+                f"--force-patch-dropout does not work with {name}: its image tower has no patches to drop"
+            )
+        model_config["vision_cfg"]["patch_dropout"] = config.force_patch_dropout
+    model_config |= {"quick_gelu": True} if config.force_quick_gelu else {}
+    model_config |= {"custom_text": True} if config.force_custom_text else {}
     weights, preprocess = _pretrained(config)
-    return _build(name, model_config, weights, preprocess, double=double)
+    return _build(name, model_config, weights, preprocess | config.preprocess, double=double)
 
 
 def load_model(directory: Path) -> TwoTower:
     """The model saved in a checkpoint directory."""
     saved = json.loads((directory / CONFIG_FILE).read_text())
     return _build(str(directory), saved["model_cfg"], directory / WEIGHTS_FILE, saved["preprocess_cfg"])
+
+
+def model_from_file(config: dict[str, Any], weights: Path, preprocess: dict[str, Any]) -> TwoTower:
+    """The model of an architecture, with the weights of a file."""
+    return _build(weights.name, config, weights, preprocess)
+
+
+def architecture_name(config: dict[str, Any]) -> str | None:
+    """open_clip's own name of an architecture, if it has one: not what was registered in this process only."""
+    wanted = json.loads(json.dumps(config))
+    paths = sorted((Path(open_clip.__file__).parent / "model_configs").glob("*.json"))
+    return next((path.stem for path in paths if json.loads(path.read_text()) == wanted), None)
+
+
+def loading_options(preprocess: PreprocessCfg) -> dict[str, Any]:
+    """What open_clip must be told of the preprocessing, because the weights alone do not say it."""
+    usual = PreprocessCfg()
+    named = {"mean": "image_mean", "std": "image_std", "interpolation": "image_interpolation"}
+    named |= {"resize_mode": "image_resize_mode"}
+    return {
+        option: value
+        for name, option in named.items()
+        if tuple(value := getattr(preprocess, name)) != tuple(getattr(usual, name))
+    }
 
 
 def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
@@ -229,7 +266,8 @@ def _pretrained(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
             + (f" (nearest: {', '.join(near)})" if near else " (it has none)")
         )
     tag = open_clip.get_pretrained_cfg(config.model, config.pretrained)
-    quick, own = tag.get("quick_gelu", False), model_config_of(config.model)[1].get("quick_gelu", False)
+    quick = tag.get("quick_gelu", False)
+    own = model_config_of(config.model)[1].get("quick_gelu", False) or config.force_quick_gelu
     if quick != own:
         other = f"{config.model}-quickgelu" if quick else config.model.removesuffix("-quickgelu")
         raise UserError(

@@ -1,6 +1,7 @@
 """The optimizer's part of the configuration."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +13,14 @@ class OptimConfig:
     lr: float | None = None
     """Peak learning rate. Default: interpolated from the published settings (docs/algorithm.md)."""
     lr_floor: float = 0.0
-    """The cosine schedule ends here."""
+    """The schedule ends here."""
+    lr_scheduler: Literal["cosine", "const", "const-cooldown"] = "cosine"
+    """How the learning rate goes on after the warm-up: along a cosine to --lr-floor, constant, or constant and in the
+    last --epochs-cooldown epochs down to --lr-floor."""
+    epochs_cooldown: int | None = None
+    """The epochs over which const-cooldown goes down."""
+    lr_cooldown_power: float = 1.0
+    """How const-cooldown goes down: 1 in a line, 2 in a parabola."""
     wd: float | None = None
     """Weight decay, of matrices only. Default: 0.1."""
     beta1: float | None = None
@@ -33,5 +41,11 @@ class OptimConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; it must be positive")
+        if (self.lr_scheduler == "const-cooldown") != (self.epochs_cooldown is not None):
+            raise ValueError("--lr-scheduler const-cooldown and --epochs-cooldown go together; give both or neither")
+        if self.epochs_cooldown is not None and self.epochs_cooldown < 1:
+            raise ValueError(f"epochs_cooldown is {self.epochs_cooldown}; it must be at least 1")
+        if self.lr_cooldown_power <= 0:
+            raise ValueError(f"lr_cooldown_power is {self.lr_cooldown_power}; it must be positive")
         if self.warmup is not None and self.warmup < 0:
             raise ValueError(f"warmup is {self.warmup}; it must be 0 or more steps")

@@ -125,10 +125,12 @@ def _random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def find_checkpoint(resume: str, run: Path) -> Path:
-    """The checkpoint directory that --resume means."""
+    """What --resume means: a checkpoint directory, or a file of OpenCLIP's."""
     given = run if resume == "latest" else Path(resume)
     if not given.exists():
         raise UserError(f"--resume {resume}: no such run or checkpoint: {given}")
+    if given.is_file():  # of OpenCLIP's
+        return given.resolve()
     for candidate in (given, given / "checkpoints" / "last"):
         if (candidate / STATE_FILE).is_file():
             return candidate.resolve()
@@ -142,7 +144,7 @@ def load_checkpoint(
     state: dict[str, Any] = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)
     try:
         loss.load_state_dict(state["loss"])
-        optimizer.load_state_dict(_split_over_ranks(state["optimizer"], optimizer))
+        optimizer.load_state_dict(split_over_ranks(state["optimizer"], optimizer))
     except (RuntimeError, ValueError, KeyError, IndexError) as error:
         reason = str(error).strip().splitlines()[-1].strip()
         raise UserError(
@@ -158,7 +160,7 @@ def load_checkpoint(
     return Position(**json.loads((directory / POSITION_FILE).read_text()))
 
 
-def _split_over_ranks(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+def split_over_ranks(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """An optimizer's complete state, each tensor split as its parameter is."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     split = {

@@ -43,6 +43,10 @@ class RunConfig:
     """cpu, cuda or cuda:1. Default: a GPU if there is one."""
     seed: int = 0
     """Of everything random: initial weights, order, captions, augmentation."""
+    save_frequency: int | None = None
+    """Epochs between checkpoints (as in OpenCLIP); --save-every says it in steps."""
+    val_frequency: int | None = None
+    """Epochs between evaluations (as in OpenCLIP); --eval-every says it in steps."""
     log_every: int = 10
     """Steps between log lines."""
     eval_every: int | None = None
@@ -77,6 +81,14 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        for epochs, steps in (("save_frequency", "save_every"), ("val_frequency", "eval_every")):
+            value = getattr(self, epochs)
+            if value is not None and value < 0:
+                raise ValueError(f"{epochs} is {value}; it must be 0 or more")
+            if value is not None and getattr(self, steps) is not None:
+                raise ValueError(
+                    f"--{epochs} (epochs) and --{steps} (steps) say the same; give one".replace("_", "-")
+                )
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; it must be 0 or more")
         if self.eval_every is not None and self.eval_every < 0:

@@ -13,7 +13,7 @@ from leanclip.losses import LossConfig
 from leanclip.losses.registry import spec_of
 from leanclip.models import is_resnet
 from leanclip.optim import OptimConfig
-from leanclip.training.config import TrainConfig
+from leanclip.training.config import RunConfig, TrainConfig
 
 
 class Published(NamedTuple):
@@ -69,7 +69,7 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfi
         device=device,
         precision=run.precision or ("amp_bf16" if device.startswith("cuda") else "fp32"),
         name=run.name or f"{datetime.now():%Y%m%d-%H%M%S}-{model_name.replace('/', '-')}-{run.loss}",
-        eval_every=max(1, steps // 10) if run.eval_every is None else run.eval_every,
+        **_intervals(run, epoch=samples // batch, steps=steps),
     )
     rule = interpolated(samples)
     resnet = is_resnet(model_name)
@@ -93,6 +93,21 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfi
         optim=optim,
         loss=_fill_loss(config, rule, optim, epochs=-(-steps // (samples // batch))),
     )
+
+
+def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | None]:
+    """Steps between evaluations and between checkpoints, where they were given in epochs or not at all."""
+    eval_every, save_every = run.eval_every, run.save_every
+    if run.val_frequency is not None:
+        eval_every = run.val_frequency * epoch
+    if run.save_frequency is not None:
+        save_every = run.save_frequency * epoch or None
+    return {
+        "eval_every": max(1, steps // 10) if eval_every is None else eval_every,
+        "save_every": save_every,
+        "val_frequency": None,
+        "save_frequency": None,
+    }
 
 
 def total_steps(config: TrainConfig, *, samples: int, batch: int) -> int:

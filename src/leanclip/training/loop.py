@@ -12,7 +12,7 @@ from leanclip.data import Batch, BrokenCount, Subset
 from leanclip.distributed import LEDGER, Traffic, traffic
 from leanclip.errors import UserError
 from leanclip.evaluation import classify, embed, hardest_negatives, retrieval_metrics, retrieval_panel, summary
-from leanclip.optim import learning_rate, set_learning_rate
+from leanclip.optim import scheduled, set_learning_rate
 from leanclip.training.checkpoint import Position, save_best, save_checkpoint
 from leanclip.training.health import HealthCheck
 from leanclip.training.histograms import state_histograms
@@ -167,10 +167,8 @@ class _Trainer:
 
     def take_step(self, batch: Batch) -> StepResult:
         job, optim = self.job, self.job.config.optim
-        assert optim.lr is not None and optim.warmup is not None
-        self.lr = learning_rate(
-            self.step, steps=job.steps, warmup=optim.warmup, peak=optim.lr, floor=min(optim.lr_floor, optim.lr)
-        )
+        assert optim.lr is not None
+        self.lr = scheduled(optim, self.step, steps=job.steps, steps_per_epoch=job.loader.steps_per_epoch)
         set_learning_rate(job.optimizer, self.lr, peak=optim.lr)
         LEDGER.clear()
         result = training_step(job.pieces, batch)

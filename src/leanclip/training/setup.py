@@ -25,6 +25,7 @@ from leanclip.training.config import TrainConfig
 from leanclip.training.defaults import fill, total_steps
 from leanclip.training.fit import fitting
 from leanclip.training.loss_scale import LossScale
+from leanclip.training.openclip_checkpoint import OpenClipCheckpoint
 from leanclip.training.pieces import Pieces
 from leanclip.training.run_directory import RunDirectory
 from leanclip.training.trackers import check_trackers
@@ -48,6 +49,7 @@ class Job:
     steps: int
     position: Position  # where it starts
     resume_from: Path | None
+    taken: str | None = None  # of a checkpoint of OpenCLIP's
     zero_shot: tuple[tuple[LabelledSet, Prompts], ...] = ()  # classified at each evaluation
 
     @property
@@ -123,7 +125,7 @@ def _open_zero_shot(config: TrainConfig) -> tuple[tuple[LabelledSet, Prompts], .
 def set_up(config: TrainConfig) -> Job:
     """Build everything a run needs. Deterministic in the seed."""
     ranks = Ranks.current()
-    config, data = resolve(config)
+    config, data = resolve(_with_foreign_weights(config))
     zero_shot = _open_zero_shot(config)
     config = replace(
         config, run=replace(config.run, name=ranks.once(lambda: config.run.name))
@@ -206,7 +208,12 @@ def set_up(config: TrainConfig) -> Job:
             "batch normalisation needs two samples in every micro-batch; raise --micro-batch or the batch"
         )
     position = Position(step=0, epoch=0, epoch_step=0, samples=0, global_batch=batch, seconds=0.0, best=None)
-    if resume_from is not None:
+    taken, steps = None, total_steps(config, samples=len(data.train), batch=batch)
+    if resume_from is not None and resume_from.is_file():
+        position, taken = _go_on(resume_from, model, pieces, loader, position)
+        if position.step >= steps:
+            raise UserError(f"{resume_from} ends where this run does, at step {steps} or later; raise --epochs")
+    elif resume_from is not None:
         position = load_checkpoint(resume_from, loss, optimizer, pieces.scale, device)
         if position.global_batch != batch:
             raise UserError(f"the run has a global batch of {position.global_batch}, not {batch}; resume with that")
@@ -214,8 +221,8 @@ def set_up(config: TrainConfig) -> Job:
             loss.resize(len(data.train.source))  # for shards that were added since
     return Job(
         config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, pieces=pieces,
-        ranks=ranks, loader=loader, steps=total_steps(config, samples=len(data.train), batch=batch),
-        position=position, resume_from=resume_from, zero_shot=zero_shot,
+        ranks=ranks, loader=loader, steps=steps, position=position, resume_from=resume_from, taken=taken,
+        zero_shot=zero_shot,
     )  # fmt: skip
 
 
@@ -262,11 +269,31 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
+def _with_foreign_weights(config: TrainConfig) -> TrainConfig:
+    """A run of OpenCLIP's that is resumed starts from the weights and the temperature of its file."""
+    if config.run.resume is None or not Path(config.run.resume).is_file():
+        return config
+    OpenClipCheckpoint.read(Path(config.run.resume))  # an error comes before the data are indexed
+    return replace(config, model=replace(config.model, pretrained=config.run.resume))
+
+
+def _go_on(
+    file: Path, model: TwoTower, pieces: Pieces, loader: TrainingLoader, start: Position
+) -> tuple[Position, str]:
+    """After the epochs that OpenCLIP has done, with its optimizer's state."""
+    found = OpenClipCheckpoint.read(file)
+    taken = found.restore(model, pieces.loss, pieces.optimizer, pieces.scale)
+    step = found.epoch * loader.steps_per_epoch
+    return replace(start, step=step, epoch=found.epoch, samples=step * loader.batch), taken
+
+
 def _known_manifest(config: TrainConfig) -> Manifest | None:
     """The ids that a resumed run began with."""
     if config.run.resume is None or (config.run.resume == "latest" and config.run.name is None):
         return None
     checkpoint = find_checkpoint(config.run.resume, Path(config.run.logs) / str(config.run.name))
+    if checkpoint.is_file():
+        return None
     return load_manifest(RunDirectory(checkpoint.parents[1]).manifest)
 
 
@@ -282,6 +309,6 @@ def _starting_temperature(config: TrainConfig, model: TwoTower) -> LossConfig:
 
 def _lock(model: TwoTower, config: TrainConfig) -> None:
     if config.model.lock_image:
-        model.lock_image()
+        model.lock_image(config.model.lock_image_unlocked_groups)
     if config.model.lock_text:
-        model.lock_text()
+        model.lock_text(config.model.lock_text_unlocked_layers)

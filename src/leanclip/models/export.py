@@ -1,0 +1,111 @@
+"""A trained model as files for other libraries, each read back and compared before it counts as written."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from leanclip.errors import UserError
+from leanclip.models import transformers_clip
+from leanclip.models.two_tower import TwoTower, architecture_name, loading_options, model_from_file
+
+TOLERANCE = 1e-5  # of every entry of a unit vector
+SUFFIXES = (".safetensors", ".pt")
+SAMPLES = ["a photo of a cat", "two dogs, running!", "", "It's 3.14 café 日本語 🙂", "word " * 100]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written, and how far its embeddings are from ours."""
+
+    files: list[Path]
+    load: str  # Python that loads it
+    difference: float
+
+
+def export_open_clip(model: TwoTower, out: Path) -> Exported:
+    """One file of weights that open_clip loads; beside it the architecture, where open_clip does not know that."""
+    if out.suffix not in SUFFIXES:
+        raise UserError(f"{out}: an open_clip file ends in {' or '.join(SUFFIXES)}")
+    weights = {name: value.detach().cpu().contiguous() for name, value in model.clip.state_dict().items()}
+    _make(out.parent)
+    temporary = out.with_name(f".{out.stem}.tmp{out.suffix}")
+    try:
+        if out.suffix == ".pt":
+            torch.save({"state_dict": weights}, temporary)
+        else:
+            save_file(weights, temporary, metadata={"format": "pt"})
+        again = model_from_file(model.config, temporary, model.open_clip_config()["preprocess_cfg"]).eval()
+        difference = _difference(
+            model, again.encode_image, lambda texts: again.encode_text(again.tokenizer(texts)), str(out)
+        )
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    name, files, before = architecture_name(model.config), [out], ""
+    if name is None:
+        architecture = out.with_suffix(".json")
+        architecture.write_text(json.dumps(model.config, indent=1) + "\n")
+        files.append(architecture)
+        name, before = out.stem, f"open_clip.add_model_config({str(architecture)!r})\n"
+    options = {"pretrained": str(out)} | loading_options(model.preprocess)
+    arguments = ", ".join([repr(name), *(f"{key}={value!r}" for key, value in options.items())])
+    load = f"{before}model, _, preprocess = open_clip.create_model_and_transforms({arguments})"
+    return Exported(files=files, load=f"import open_clip\n{load}", difference=difference)
+
+
+def export_transformers(model: TwoTower, out: Path, card: Callable[[], str]) -> Exported:
+    """A directory for `CLIPModel.from_pretrained` and `CLIPProcessor.from_pretrained`, with a model card."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    _make(temporary)
+    try:
+        transformers_clip.save(model, temporary)
+        again = transformers_clip.Loaded(temporary)
+        difference = _difference(model, again.images, again.texts, str(out))
+        (temporary / "README.md").write_text(card())
+        temporary.rename(out)
+    finally:
+        for left in temporary.glob("*"):
+            left.unlink()
+        if temporary.is_dir():
+            temporary.rmdir()
+    load = (
+        "from transformers import CLIPModel, CLIPProcessor\n"
+        f"model, processor = CLIPModel.from_pretrained({str(out)!r}), CLIPProcessor.from_pretrained({str(out)!r})"
+    )
+    return Exported(files=sorted(out.iterdir()), load=load, difference=difference)
+
+
+@torch.no_grad()
+def _difference(
+    model: TwoTower,
+    images: Callable[[Tensor], Tensor],
+    texts: Callable[[list[str]], Tensor],
+    out: str,
+) -> float:
+    """The largest difference between our embeddings and the exported model's on a few inputs."""
+    size: Any = model.preprocess.size
+    height, width = (size, size) if isinstance(size, int) else size
+    pixels = torch.randn(3, 3, height, width, generator=torch.Generator().manual_seed(0))
+    model = model.eval()
+    found = max(
+        float((model.encode_image(pixels) - images(pixels)).abs().max()),
+        float((model.encode_text(model.tokenizer(SAMPLES)) - texts(SAMPLES)).abs().max()),
+    )
+    if not found <= TOLERANCE:
+        raise UserError(
+            f"{out} was not written: its embeddings differ from ours by {found:.2g}, more than {TOLERANCE}"
+        )
+    return found
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {directory} ({error.strerror})") from error

@@ -1,0 +1,220 @@
+"""CLIP's vision transformers as a `transformers` CLIPModel. The only module that imports transformers.
+
+Both libraries compute the same function of differently named weights. What their CLIPModel does not have is refused
+by `unsupported`, from the configuration alone.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leanclip.errors import UserError
+from leanclip.models.two_tower import TwoTower
+
+# What the configuration may hold beside these must be at its neutral value, or CLIPModel computes something else.
+VISION_SHAPE = {"layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size"}
+TEXT_SHAPE = {"layers", "width", "heads", "mlp_ratio", "context_length", "vocab_size"}
+WITHOUT_EFFECT = {"patch_dropout", "output_tokens", "eos_id", "pad_id", "attn_pooler_queries", "attn_pooler_heads"}
+NEUTRAL = {"pool_type": ("tok", "argmax"), "pos_embed_type": ("learnable",), "proj_type": ("linear",)}
+VOCABULARY = 49408
+SPECIAL = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
+
+# Ours to theirs, inside a block and around the blocks of either tower.
+BLOCK = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "attn.out_proj": "self_attn.out_proj",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
+AROUND = {
+    "logit_scale": "logit_scale",
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.ln_pre.weight": "vision_model.pre_layrnorm.weight",
+    "visual.ln_pre.bias": "vision_model.pre_layrnorm.bias",
+    "visual.ln_post.weight": "vision_model.post_layernorm.weight",
+    "visual.ln_post.bias": "vision_model.post_layernorm.bias",
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "ln_final.weight": "text_model.final_layer_norm.weight",
+    "ln_final.bias": "text_model.final_layer_norm.bias",
+}
+PROJECTIONS = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}
+BLOCKS = {"visual.transformer.resblocks.": "vision_model", "transformer.resblocks.": "text_model"}
+
+
+def unsupported(config: dict[str, Any], preprocess: dict[str, Any]) -> str | None:
+    """Why transformers' CLIPModel cannot be this model; None if it can."""
+    vision, text = config["vision_cfg"], config["text_cfg"]
+    if "multimodal_cfg" in config:
+        return "it is a CoCa model, with a text decoder"
+    if vision.get("timm_model_name"):
+        return f"its image tower is timm's {vision['timm_model_name']}"
+    if isinstance(vision.get("layers"), list | tuple):
+        return "its image tower is a ResNet"
+    if text.get("hf_model_name"):
+        return f"its text tower is {text['hf_model_name']}"
+    if config.get("init_logit_bias") is not None:
+        return "its logits have a bias (siglip)"
+    for name, part, shape in (("vision_cfg", vision, VISION_SHAPE), ("text_cfg", text, TEXT_SHAPE)):
+        for key, value in part.items():
+            neutral = NEUTRAL.get(key, (None, False, 0, "", {}))
+            if (
+                key not in shape | WITHOUT_EFFECT
+                and not key.startswith(("timm_", "hf_model_"))
+                and value not in neutral
+            ):
+                return f"its {name} has {key} = {value}"
+    size = vision.get("image_size", 224)
+    if not isinstance(size, int) and len(set(size)) > 1:
+        return f"its images are not square ({size[0]} x {size[1]})"
+    if text.get("vocab_size", VOCABULARY) != VOCABULARY:
+        return f"its vocabulary has {text['vocab_size']} entries, not CLIP's {VOCABULARY}"
+    if preprocess.get("resize_mode", "shortest") == "longest":
+        return "its images are padded to a square (resize_mode longest), which CLIPImageProcessor does not do"
+    return None
+
+
+def save(model: TwoTower, directory: Path) -> None:
+    """Write configuration, weights, tokenizer and image processor for `CLIPModel.from_pretrained(directory)`."""
+    transformers = _transformers()
+    preprocess = model.open_clip_config()["preprocess_cfg"]
+    if reason := unsupported(model.config, preprocess):
+        raise UserError(f"transformers' CLIPModel cannot be this model: {reason}; use --format open_clip")
+    with _quiet(transformers):
+        clip = transformers.CLIPModel(transformers.CLIPConfig(**_config(model.config)))
+        clip.load_state_dict(renamed(model.clip.state_dict()), strict=True)
+        clip.save_pretrained(directory)
+        _tokenizer(transformers, model).save_pretrained(directory)
+        _image_processor(transformers, preprocess).save_pretrained(directory)
+
+
+class Loaded:
+    """A model directory as transformers reads it, without a network."""
+
+    def __init__(self, directory: Path) -> None:
+        transformers = _transformers()
+        with _quiet(transformers):
+            self.clip = transformers.CLIPModel.from_pretrained(directory, local_files_only=True).eval()
+            self.processor = transformers.CLIPProcessor.from_pretrained(directory, local_files_only=True)
+
+    def images(self, pixels: Tensor) -> Tensor:
+        return _unit(self.clip.get_image_features(pixel_values=pixels))
+
+    def texts(self, texts: list[str]) -> Tensor:
+        """Unit vectors of texts, by the saved tokenizer."""
+        tokens = self.processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        return _unit(self.clip.get_text_features(**tokens))
+
+
+def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """open_clip's state dict under transformers' names: projections transposed, query, key and value apart."""
+    found: dict[str, Tensor] = {}
+    for name, value in weights.items():
+        plain = name.removeprefix("text.")  # of models with custom_text
+        if plain in AROUND:
+            found[AROUND[plain]] = value.reshape(()) if plain == "logit_scale" else value
+        elif plain in PROJECTIONS:
+            found[PROJECTIONS[plain]] = value.T
+        elif prefix := next((prefix for prefix in BLOCKS if plain.startswith(prefix)), None):
+            number, _, rest = plain.removeprefix(prefix).partition(".")
+            layer = f"{BLOCKS[prefix]}.encoder.layers.{number}"
+            if rest.startswith("attn.in_proj_"):
+                kind = rest.removeprefix("attn.in_proj_")
+                for letter, part in zip("qkv", value.chunk(3), strict=True):
+                    found[f"{layer}.self_attn.{letter}_proj.{kind}"] = part
+            else:
+                module, _, kind = rest.rpartition(".")
+                found[f"{layer}.{BLOCK[module]}.{kind}"] = value
+        else:
+            raise UserError(f"transformers' CLIPModel has no place for the weight {name}; use --format open_clip")
+    return {name: value.detach().contiguous() for name, value in found.items()}
+
+
+def _config(config: dict[str, Any]) -> dict[str, Any]:
+    vision, text = config["vision_cfg"], config["text_cfg"]
+    activation = "quick_gelu" if config.get("quick_gelu") else "gelu"
+
+    def tower(part: dict[str, Any], *, width: int, heads: int) -> dict[str, Any]:
+        return {
+            "hidden_size": width,
+            "intermediate_size": int(width * part.get("mlp_ratio", 4.0)),
+            "num_hidden_layers": part.get("layers", 12),
+            "num_attention_heads": heads,
+            "hidden_act": activation,
+            "projection_dim": config["embed_dim"],
+        }
+
+    wide, size = vision.get("width", 768), vision.get("image_size", 224)
+    return {
+        "projection_dim": config["embed_dim"],
+        "vision_config": tower(vision, width=wide, heads=wide // vision.get("head_width", 64))
+        | {"image_size": size if isinstance(size, int) else size[0], "patch_size": vision.get("patch_size", 16)},
+        "text_config": tower(text, width=text.get("width", 512), heads=text.get("heads", 8))
+        | {
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": text.get("context_length", 77),
+            "bos_token_id": VOCABULARY - 2,
+            "eos_token_id": VOCABULARY - 1,
+            "pad_token_id": VOCABULARY - 1,
+        },
+    }
+
+
+def _tokenizer(transformers: Any, model: TwoTower) -> Any:
+    """CLIPTokenizer from the vocabulary that open_clip brings along."""
+    ours: Any = model.tokenizer
+    return transformers.CLIPTokenizer(
+        vocab={SPECIAL.get(token, token): number for token, number in ours.encoder.items()},
+        merges=list(ours.bpe_ranks),
+        model_max_length=model.config["text_cfg"].get("context_length", 77),
+    )
+
+
+def _image_processor(transformers: Any, preprocess: dict[str, Any]) -> Any:
+    size = preprocess["size"]
+    side = size if isinstance(size, int) else size[0]
+    square, squash = {"height": side, "width": side}, preprocess["resize_mode"] == "squash"
+    return transformers.CLIPImageProcessor(
+        size=square if squash else {"shortest_edge": side},
+        crop_size=square,
+        do_center_crop=not squash,
+        image_mean=list(preprocess["mean"]),
+        image_std=list(preprocess["std"]),
+        resample=2 if preprocess["interpolation"] == "bilinear" else 3,  # PIL's numbers
+    )
+
+
+def _unit(features: Any) -> Tensor:
+    pooled = features if isinstance(features, Tensor) else features.pooler_output
+    return torch.nn.functional.normalize(pooled, dim=-1)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError("this needs transformers: pip install 'leanclip[transformers]'") from error
+    return transformers
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """transformers draws progress bars for every file it reads and writes; ours are enough."""
+    logger = logging.getLogger("transformers")
+    level, bars = logger.level, transformers.utils.logging.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()

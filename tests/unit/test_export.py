@@ -1,0 +1,239 @@
+"""Exported models give our embeddings in other libraries, without a network; what these lack is refused."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from test_cli_errors import complaint
+
+import leanclip
+from leanclip.cli import main
+from leanclip.models import ModelConfig, create_model, model_config_of
+from leanclip.models.transformers_clip import unsupported
+
+ROOT = Path(__file__).parents[2]
+TEXT = {"context_length": 24, "vocab_size": 49408, "width": 64, "heads": 4, "layers": 2}
+VIT = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
+    "text_cfg": TEXT,
+}
+RESNET = VIT | {"vision_cfg": {"image_size": 32, "layers": [1, 1, 1, 1], "width": 16, "patch_size": None}}
+ODD = [
+    "a cat", "A  CAT\n\t", "it's John's, don't WE'RE 'LL", "café naïve", "cafe\u0301", "日本語", "한국어", "हिन्दी",
+    "🙂 👩\u200d👩\u200d👧", "100% 3.14 1,000", "", " ", "a" * 300, "Ünïcödé İstanbul ẞ", "x\u200by", "a\u00a0b",
+    "hello...world!!!", "_under_score_", "10½ ² ① Ⅳ", "😀" * 50, "—–…", "<b>html</b>", "word " * 100,
+    "e\u0301\u0302", "[SEP] <s> \\n",
+]  # fmt: skip
+
+
+def checkpoint(directory, config):
+    """A checkpoint whose weights are all random, gains and biases too."""
+    directory.mkdir()
+    (directory / "model.json").write_text(json.dumps(config))
+    model = create_model(ModelConfig(model=str(directory / "model.json")))
+    torch.manual_seed(3)
+    weights = {
+        name: value + 0.1 * torch.randn_like(value) if value.is_floating_point() and "running" not in name else value
+        for name, value in model.clip.state_dict().items()
+    }
+    save_file(weights, directory / "open_clip_model.safetensors")
+    (directory / "open_clip_config.json").write_text(json.dumps(model.open_clip_config()))
+    return directory
+
+
+def export(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(["export", *(str(argument) for argument in arguments)])
+    assert stop.value.code == 0
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("something wants a network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def embeddings(directory, texts):
+    model, _, tokenizer = leanclip.load(directory)
+    pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        return model, pixels, model.encode_image(pixels), model.encode_text(tokenizer(texts))
+
+
+@pytest.mark.parametrize(("quick_gelu", "custom_text"), [(True, False), (False, True)])
+def test_transformers_gives_our_embeddings(quick_gelu, custom_text, tmp_path, no_network, capsys):
+    directory = checkpoint(tmp_path / "ours", VIT | {"quick_gelu": quick_gelu, "custom_text": custom_text})
+    out = tmp_path / "theirs"
+    export(directory, out, "--format", "transformers")
+    assert "embeddings equal to 1e-05" in capsys.readouterr().out
+
+    from transformers import AutoProcessor, AutoTokenizer, CLIPModel
+
+    theirs = CLIPModel.from_pretrained(out).eval()
+    processor = AutoProcessor.from_pretrained(out)
+    assert json.loads((out / "config.json").read_text())["text_config"]["hidden_act"] == (
+        "quick_gelu" if quick_gelu else "gelu"
+    )
+    model, pixels, image, text = embeddings(directory, ODD)
+    tokens = processor.tokenizer(ODD, padding=True, truncation=True, return_tensors="pt")
+    assert tokens["input_ids"].shape[1] == 24  # the saved tokenizer knows where to cut
+    with torch.no_grad():
+        found = theirs(pixel_values=pixels, **tokens)
+        logits = image @ text.T * model.clip.logit_scale.exp()
+    assert torch.allclose(found.image_embeds, image, atol=1e-5)
+    assert torch.allclose(found.text_embeds, text, atol=1e-5)
+    assert torch.allclose(found.logits_per_image, logits, atol=1e-4)
+    assert type(AutoTokenizer.from_pretrained(out)).__name__ == "CLIPTokenizer"
+
+    picture = Image.effect_noise((70, 50), 80).convert("RGB").resize((140, 100), Image.Resampling.BICUBIC)
+    ours = model.transform(train=False)(picture)
+    pixels = processor(images=picture, return_tensors="pt")["pixel_values"][0]
+    assert pixels.shape == ours.shape and float((pixels - ours).abs().max()) < 2 / 255 / 0.26  # rounding when resized
+
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers") and "| embedding size | 32 |" in card
+
+
+def test_the_exported_tokenizer_is_open_clips(tmp_path, capsys):
+    export(checkpoint(tmp_path / "ours", VIT), tmp_path / "theirs", "--format", "transformers")
+    from transformers import CLIPTokenizer
+
+    theirs = CLIPTokenizer.from_pretrained(tmp_path / "theirs")
+    ours = open_clip.SimpleTokenizer(context_length=24)
+
+    def tokens(text):
+        row = ours([text])[0].tolist()
+        return row[: row.index(ours.eot_token_id) + 1]
+
+    for text in ODD:
+        assert theirs(text, truncation=True)["input_ids"] == tokens(text), text
+    # What docs/export.md says is different: open_clip repairs texts with ftfy first.
+    for text in ("don’t", "&amp;", "ﬁne", "SchÃ¶n"):
+        assert theirs(text)["input_ids"] != tokens(text), text
+
+
+def test_open_clip_gives_our_embeddings(tmp_path, capsys):
+    script = "import sys, warnings, torch\nwarnings.simplefilter('ignore')\n"
+    for name, config, suffix in (("vit", VIT, "safetensors"), ("resnet", RESNET, "pt")):
+        directory = checkpoint(tmp_path / name, config)
+        export(directory, tmp_path / "some" / f"{name}.{suffix}")
+        shown = capsys.readouterr().out
+        _, pixels, image, text = embeddings(directory, ODD)
+        torch.save({"pixels": pixels, "image": image, "text": text}, tmp_path / f"{name}.pt")
+        script += f"""
+{shown[shown.index("import open_clip") :]}
+given = torch.load({str(tmp_path / f"{name}.pt")!r}, weights_only=True)
+tokens = open_clip.get_tokenizer("{name}")({ODD!r})
+with torch.no_grad():
+    image, text = model.eval().encode_image(given["pixels"], True), model.encode_text(tokens, True)
+assert torch.allclose(image, given["image"], atol=1e-5) and torch.allclose(text, given["text"], atol=1e-5)
+"""
+    script += "assert not any(module.startswith('leanclip') for module in sys.modules)\n"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ViT-B-32", "ViT-B-32-quickgelu", "RN50"])
+def test_whole_models_are_exported(name, tmp_path, capsys):
+    directory = checkpoint(tmp_path / "ours", model_config_of(name)[1])
+    export(directory, tmp_path / "model.pt")
+    assert f"create_model_and_transforms('{name}', pretrained=" in capsys.readouterr().out
+    if name != "RN50":
+        export(tmp_path / "model.pt", tmp_path / "theirs", "--format", "transformers", "--model", name)
+        assert "embeddings equal to 1e-05" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("RN50", "ResNet"),
+        ("ViT-B-16-SigLIP", "timm's vit_base_patch16_siglip_224"),
+        ("convnext_base", "timm's convnext_base"),
+        ("coca_ViT-B-32", "CoCa"),
+        ("roberta-ViT-B-32", "text tower is roberta-base"),
+        ("ViT-L-14-CLIPA", "vision_cfg has no_ln_pre = True"),
+    ],
+)
+def test_other_architectures_are_refused(model, reason):
+    assert reason in str(unsupported(model_config_of(model)[1], {}))
+
+
+def test_the_documentation_counts_the_architectures():
+    packaged = (Path(open_clip.__file__).parent / "model_configs").glob("*.json")
+    count = sum(unsupported(json.loads(path.read_text()), {}) is None for path in packaged)
+    if open_clip.__version__.startswith("3.3."):
+        assert f"{count} of open_clip 3.3's architectures" in (ROOT / "docs" / "export.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "reason"),
+    [
+        ("vision_cfg", {"pool_type": "avg"}, "vision_cfg has pool_type = avg"),
+        ("vision_cfg", {"image_size": [32, 64]}, "not square"),
+        ("vision_cfg", {"qk_norm": True}, "qk_norm"),
+        ("text_cfg", {"pool_type": "last"}, "text_cfg has pool_type = last"),
+        ("text_cfg", {"no_causal_mask": True}, "no_causal_mask"),
+        ("text_cfg", {"vocab_size": 32000}, "vocabulary has 32000"),
+        ("text_cfg", {"tokenizer_kwargs": {"clean": "canonicalize"}}, "tokenizer_kwargs"),
+    ],
+)
+def test_other_towers_are_refused(part, change, reason):
+    assert unsupported(VIT, {}) is None
+    assert reason in str(unsupported(VIT | {part: VIT[part] | change}, {}))
+    assert "bias" in str(unsupported(VIT | {"init_logit_bias": -10}, {}))
+    assert "padded" in str(unsupported(VIT, {"resize_mode": "longest"}))
+
+
+def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys, monkeypatch):
+    resnet = str(checkpoint(tmp_path / "ours", RESNET))
+    out = tmp_path / "out"
+    assert "is a ResNet; use --format open_clip" in complaint(
+        ["export", resnet, str(out), "--format", "transformers"], capsys
+    )
+    assert "ends in .safetensors or .pt" in complaint(["export", resnet, str(out)], capsys)
+    assert "say of what with --model" in complaint(
+        ["export", f"{resnet}/open_clip_model.safetensors", "x.pt"], capsys
+    )
+    assert "no such run" in complaint(["export", str(tmp_path / "absent"), "x.pt"], capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
+    (tmp_path / "there.pt").write_text("mine")
+    assert "--overwrite" in complaint(["export", resnet, str(tmp_path / "there.pt")], capsys)
+    assert (tmp_path / "there.pt").read_text() == "mine"
+    out.mkdir()
+    (out / "thesis.tex").write_text("x")
+    arguments = ["export", resnet, str(out), "--format", "transformers", "--overwrite"]
+    assert "is no model directory" in complaint(arguments, capsys)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    vit = str(checkpoint(tmp_path / "vit", VIT))
+    arguments = ["export", vit, str(tmp_path / "new"), "--format", "transformers"]
+    assert "pip install 'leanclip[transformers]'" in complaint(arguments, capsys)
+
+
+def test_wrong_weights_are_not_written(tmp_path, capsys, monkeypatch):
+    from leanclip.models import transformers_clip
+
+    right = transformers_clip.renamed
+
+    def swapped(weights):
+        found = right(weights)
+        one, two = "vision_model.encoder.layers.0.layer_norm1.bias", "vision_model.encoder.layers.0.layer_norm2.bias"
+        return found | {one: found[two], two: found[one]}
+
+    monkeypatch.setattr(transformers_clip, "renamed", swapped)
+    out = tmp_path / "theirs"
+    line = complaint(
+        ["export", str(checkpoint(tmp_path / "ours", VIT)), str(out), "--format", "transformers"], capsys
+    )
+    assert "was not written: its embeddings differ from ours" in line
+    assert not out.exists() and len(list(tmp_path.iterdir())) == 1
