@@ -31,7 +31,7 @@ def measure(loss: str, logs: Path, extra: list[str]) -> dict[str, float | int | 
     subprocess.run([*command, "--logs", str(logs), *extra], check=True, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - began
     lines = [json.loads(line) for line in (logs / loss / "metrics.jsonl").read_text().splitlines()]
-    figures = [line for line in lines if line["kind"] == "eval"][-1]
+    figures = [line for line in lines if line["kind"] == "eval" and line["set"] == "val"][-1]
     tau = [line["tau"] for line in lines if line["kind"] == "train"][-1]
     recalls = {name: figures["metrics"][f"{name}_recall@10"] for name in ("text_to_image", "image_to_text")}
     return {"loss": loss, "steps": figures["step"], **recalls, "tau": tau, "seconds": round(seconds, 1)}

@@ -32,7 +32,8 @@ def test_every_run_and_every_checkpoint_has_a_card_and_the_config(tmp_path):
         "license": "unknown",
         "tags": ["clip", "open_clip", "leanclip"],
     }
-    results = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval"' in line]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    results = [line for line in lines if line.get("set") == "val"]
     recall = results[-1]["metrics"]["text_to_image_recall@10"]
     assert f"| text_to_image_recall@10 | {100 * recall:.2f} % |" in card
     for fact in (

@@ -272,7 +272,7 @@ def _workers(command: EvaluateCommand, samples: int) -> int:
 
 
 def _left_out(name: str, broken: int) -> tuple[str, ...]:
-    return (f"{broken} samples of {name} could not be used",) if broken else ()
+    return (f"{broken} held-out samples could not be used, of {name}",) if broken else ()
 
 
 def show(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from leanclip.evaluation.retrieval import DIRECTIONS, RECALL_AT
 from leanclip.evaluation.zero_shot import Classified
 
-FACTS = ("images", "captions", "chance@1", "chance@10")  # of the set, not of the model
+FACTS = ("images", "captions", "chance@1", "chance@5", "chance@10")  # of the set, not of the model
 
 
 @dataclass(frozen=True, kw_only=True)

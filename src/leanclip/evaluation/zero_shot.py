@@ -74,7 +74,7 @@ class Classified:
     def metrics(self) -> dict[str, float]:
         found = {"top1": self.top1, "mean_per_class_recall": self.mean_per_class_recall}
         if not math.isnan(self.top5):
-            found["top5"] = self.top5
+            found |= {"top5": self.top5, "chance@5": 5 * self.chance}
         return found | {"images": self.images, "chance@1": self.chance}
 
     def per_class(self) -> list[dict[str, Any]]:
