@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,12 +13,16 @@ from leanclip import __version__
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.parse import parse
 from leanclip.config import load_toml, override, save_toml
-from leanclip.distributed import PROGRESS, device_for, joined, launched
+from leanclip.distributed import PROGRESS, device_for, joined, launched, restarted
 from leanclip.losses import LossConfig
 from leanclip.recipes import load_recipe
 from leanclip.training import Job, RunDirectory, TrainConfig, describe, device_of, set_up, train
+from leanclip.training.checkpoint import step_directories, tidy
+from leanclip.training.defaults import default_name
 from leanclip.training.preview import preview
+from leanclip.training.resume import AUTO, LATEST
 from leanclip.training.run_directory import write_atomically
+from leanclip.training.stopping import Stopping, exit_code
 
 DESCRIPTION = """Train a CLIP model.
 
@@ -47,6 +52,7 @@ class TrainCommand:
 
 
 def run(arguments: list[str]) -> None:
+    began = time.monotonic()
     arguments, notes = from_openclip(arguments)
     command = parse_command(arguments)
     launch = launched()
@@ -61,41 +67,63 @@ def run(arguments: list[str]) -> None:
     settings = command.settings
     settings = replace(settings, run=replace(settings.run, device=device_for(launch, settings.run.device)))
     device, timeout = device_of(settings.run.device), settings.parallel.dist_timeout
-    with joined(launch, device, timeout=timeout, always=settings.parallel.fsdp):
-        start(settings, dry_run=command.dry_run, alive=PROGRESS)
+    if restarted():
+        settings = going_on(settings)
+    with joined(launch, device, timeout=timeout, always=settings.parallel.fsdp) as watch:
+        stop = Stopping(watch.store, hours=settings.run.max_hours, began=began)
+        with stop.listening():
+            stopped = start(settings, dry_run=command.dry_run, alive=PROGRESS, stop=stop)
+    if stopped:
+        sys.exit(exit_code())
 
 
-def start(settings: TrainConfig, *, dry_run: bool, alive: Callable[[], None]) -> None:
-    """This process's part of a run: the first one speaks and writes."""
+def going_on(settings: TrainConfig) -> TrainConfig:
+    """The same command, started again by torchrun: it must neither begin anew nor replace what there is."""
+    run = settings.run
+    name = run.name or default_name(settings)
+    begun = bool(step_directories(RunDirectory(Path(run.logs) / name).checkpoints))
+    resume = AUTO if begun or run.resume in (None, LATEST) else run.resume
+    return replace(settings, run=replace(run, name=name, resume=resume, overwrite=False))
+
+
+def start(settings: TrainConfig, *, dry_run: bool, alive: Callable[[], None], stop: Stopping) -> bool:
+    """This process's part of a run: the first one speaks and writes. Says whether it was stopped before its end."""
     job = set_up(settings)
     assert job.config.run.name is not None
     console = Console(soft_wrap=True, highlight=False, quiet=not job.ranks.first)
     directory = RunDirectory(Path(job.config.run.logs) / job.config.run.name)
     if dry_run:
         job.ranks.once(lambda: preview(job, directory, console))
-        return
+        return False
     job.ranks.once(lambda: prepare(job, directory))
     if left_out := job.data.train.source.broken:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in left_out.items())
         console.print(f"left out of the training data: {kinds}")
     if job.data.note:
         console.print(job.data.note)
-    if job.taken:
-        console.print(f"resumed {job.taken}")
+    for note in job.notes:
+        console.print(note)
+    if job.resume_from is not None:
+        console.print(f"resumed from {job.resume_from} at step {job.position.step} of {job.steps}")
     if job.pieces.parts > 1:
         each = -(-job.ranks.largest_share(job.loader.batch) // job.pieces.parts)
         console.print(f"micro-batches: {job.pieces.parts} of {each} samples a step")
-    last = train(job, directory, console, alive)
+    last, stopped = train(job, directory, console, alive, stop)
+    if stopped:
+        console.print(f"stopped, since {stopped}: the same command with --resume auto goes on")
     console.print(f"checkpoint: {last}", f"report:     leanclip report {directory.path}", sep="\n")
+    return stopped is not None
 
 
 def prepare(job: Job, directory: RunDirectory) -> None:
-    directory.prepare(overwrite=job.config.run.overwrite, resuming=job.resume_from is not None)
+    run = job.config.run
+    directory.prepare(overwrite=run.overwrite or run.resume == AUTO, resuming=job.resume_from is not None)
+    tidy(directory.checkpoints)
+    directory.describe(**describe(job, __version__))
     if job.resume_from is None or not directory.config.exists():
         save_toml(repeatable(job.config), directory.config)
     if (manifest := job.data.train.source.manifest()) is not None:
         write_atomically(directory.manifest, json.dumps(manifest, indent=1))
-    directory.describe(**describe(job, __version__))
 
 
 def parse_command(arguments: list[str]) -> TrainCommand:
@@ -122,7 +150,7 @@ def parse_command(arguments: list[str]) -> TrainCommand:
 
 def repeatable(config: TrainConfig) -> TrainConfig:
     """What is saved: everything that decides the run, without what only said how it was started."""
-    return replace(config, run=replace(config.run, resume=None, overwrite=False, device=None))
+    return replace(config, run=replace(config.run, resume=None, reset_loss_state=False, overwrite=False, device=None))
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:

@@ -6,7 +6,7 @@ from leanclip.data.config import DataConfig
 from leanclip.data.datasets import Datasets, Subset, TrainingSet, open_datasets, open_source, open_validation
 from leanclip.data.decode import evaluation_transform, training_transform
 from leanclip.data.loader import TrainingLoader, evaluation_batches
-from leanclip.data.shards import Manifest, Shards, load_manifest
+from leanclip.data.shards import Manifest, Shards, check_manifest, load_manifest
 from leanclip.data.source import BrokenSample, Source
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Subset",
     "TrainingLoader",
     "TrainingSet",
+    "check_manifest",
     "evaluation_batches",
     "evaluation_transform",
     "load_manifest",

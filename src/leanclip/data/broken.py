@@ -12,10 +12,10 @@ EXAMPLES = 3
 class BrokenCount:
     """How many samples were met and how many of them were broken, by kind."""
 
-    def __init__(self, most: float) -> None:
-        self.most = most
-        self.seen = 0
-        self.kinds: Counter[str] = Counter()
+    def __init__(self, most: float, *, seen: int = 0, kinds: Mapping[str, int] | None = None) -> None:
+        """With the counts so far, of a run that goes on."""
+        self.most, self.seen = most, seen
+        self.kinds: Counter[str] = Counter(kinds or {})
         self.examples: list[str] = []
 
     def add(self, good: int, broken: Mapping[str, int], examples: Iterable[str] = ()) -> None:

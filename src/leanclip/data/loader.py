@@ -1,5 +1,6 @@
 """Batches for training and for evaluation."""
 
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -200,7 +201,7 @@ def _data_loader(data: Dataset, *, workers: int, **options: Any) -> DataLoader:
         num_workers=workers,
         prefetch_factor=PREFETCH if workers else None,
         collate_fn=_unchanged,
-        worker_init_fn=_one_thread,
+        worker_init_fn=_start_worker,
         generator=torch.Generator(),  # else every epoch would draw a seed from the model's random numbers
         **options,
     )
@@ -210,6 +211,13 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _one_thread(_: int) -> None:
-    """The processes are the parallelism."""
+def _start_worker(_: int) -> None:
+    """The processes are the parallelism. What tells the run to stop is for the process that trains, not for these."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _not_at_once)
+
+
+def _not_at_once(number: int, _: Any) -> None:
+    """SLURM sends SIGTERM to everybody; a second one is meant."""
+    signal.signal(number, signal.SIG_DFL)

@@ -22,12 +22,21 @@ def load_manifest(path: Path) -> Manifest | None:
     if not path.is_file():
         return None
     try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = None
+    return check_manifest(found, str(path))
+
+
+def check_manifest(found: Any, where: str) -> Manifest:
+    """What a file says is a manifest, if it is one."""
+    try:
         return [
             {"name": str(entry["name"])} | {key: int(entry[key]) for key in ("size", "count", "base", "stamp")}
-            for entry in json.loads(path.read_text())
+            for entry in found
         ]
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no manifest of a run; restore it, or start a new run") from error
+        raise UserError(f"{where} is no manifest of a run; restore it, or start a new run") from error
 
 
 class _Found(NamedTuple):

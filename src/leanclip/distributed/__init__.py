@@ -1,9 +1,9 @@
 """The processes that share a global batch."""
 
-from leanclip.distributed.launch import Launch, device_for, joined, launched
+from leanclip.distributed.launch import Launch, device_for, joined, launched, restarted, start_time
 from leanclip.distributed.ledger import LEDGER, Ledger, Traffic, traffic
 from leanclip.distributed.parallel import reducing, replicated, sharded, split_like, whole
-from leanclip.distributed.ranks import Ranks, Rows
+from leanclip.distributed.ranks import Ranks, Rows, host_group
 from leanclip.distributed.watch import LOST, PROGRESS, Watch
 
 __all__ = [
@@ -17,12 +17,15 @@ __all__ = [
     "Traffic",
     "Watch",
     "device_for",
+    "host_group",
     "joined",
     "launched",
     "reducing",
     "replicated",
+    "restarted",
     "sharded",
     "split_like",
+    "start_time",
     "traffic",
     "whole",
 ]

@@ -7,7 +7,8 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,21 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
             int(environment.get("MASTER_PORT", port)),
         )
     return Launch(0, 1, 0, "alone")
+
+
+def restarted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun started this process again, after one of them failed."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def start_time() -> datetime:
+    """When the job was started: under torchrun when that was, which stays when it starts its processes again."""
+    if launched().by == "torchrun":
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+            booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+            return datetime.fromtimestamp(int(booted.split()[1]) + ticks / os.sysconf("SC_CLK_TCK"))
+    return datetime.now()
 
 
 def first_host(nodes: str) -> str:

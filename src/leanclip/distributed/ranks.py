@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -124,3 +125,13 @@ class Ranks:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same memory as a vector of bytes: what travels that way needs no backend that knows its dtype."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def host_group(ranks: Ranks) -> dist.ProcessGroup | None:
+    """A second group of all processes, over the hosts' network, for a thread whose collectives must not mix with
+    those of the training. All of them call it together; one without a group gets none."""
+    if ranks.group is None:
+        return None
+    group = dist.new_group(backend="gloo", timeout=timedelta(hours=2))  # a slow disk is no lost process
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -58,6 +58,7 @@ class Watch:
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout: float) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self._own: Store | None = None
         self.interval = min(2.0, timeout / 8)
         self._seen = {other: _Seen() for other in range(size) if other != rank}
         self._stopping = threading.Event()
@@ -71,8 +72,9 @@ class Watch:
         for seen in self._seen.values():
             seen.beat_at = seen.progress_at = now
         # A connection of its own: the main thread's may be blocked in a wait.
-        self.store = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-        self.store.set_timeout(timedelta(seconds=self.timeout))
+        self._own = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        assert self._own is not None
+        self._own.set_timeout(timedelta(seconds=self.timeout))
         self._thread = threading.Thread(target=self._run, name="leanclip-watch", daemon=True)
         self._thread.start()
 
@@ -123,18 +125,18 @@ class Watch:
             return  # the others are gone already
 
     def _tell(self, sign: str) -> None:
-        assert self.store is not None
-        self.store.set(f"watch/{self.rank}", sign)
+        assert self._own is not None
+        self._own.set(f"watch/{self.rank}", sign)
 
     def _listen(self) -> None:
-        assert self.store is not None
-        if self.store.check(["watch/verdict"]):
-            self._leave(self.store.get("watch/verdict").decode())
+        assert self._own is not None
+        if self._own.check(["watch/verdict"]):
+            self._leave(self._own.get("watch/verdict").decode())
         now = time.monotonic()
         for other, seen in self._seen.items():
-            if seen.finished or not self.store.check([f"watch/{other}"]):
+            if seen.finished or not self._own.check([f"watch/{other}"]):
                 continue
-            beat, progress, seen.ending, seen.where = self.store.get(f"watch/{other}").decode().split(" ", 3)
+            beat, progress, seen.ending, seen.where = self._own.get(f"watch/{other}").decode().split(" ", 3)
             if int(beat) != seen.beat:
                 seen.beat, seen.beat_at = int(beat), now
             if int(progress) != seen.progress:
@@ -172,9 +174,9 @@ class Watch:
         """Tell everybody why, and end this process. Rank 0 may keep the store, so it waits until the others know."""
         print(f"leanclip: rank {self.rank} stops: {message}", file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):  # the store may be what is gone
-            assert self.store is not None
-            if not self.store.check(["watch/verdict"]):
-                self.store.set("watch/verdict", message)
+            assert self._own is not None
+            if not self._own.check(["watch/verdict"]):
+                self._own.set("watch/verdict", message)
             if self.rank == 0:
                 time.sleep(3 * self.interval)
         for child in multiprocessing.active_children():

@@ -13,6 +13,7 @@ from leanclip.models.two_tower import (
     load_model,
     model_config_of,
     prompt_templates,
+    with_temperature,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "load_model",
     "model_config_of",
     "prompt_templates",
+    "with_temperature",
 ]

@@ -16,7 +16,6 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
 from torch import Tensor, nn
 
-from leanclip.distributed import Ranks, whole
 from leanclip.errors import UserError
 from leanclip.models.config import ModelConfig
 
@@ -119,27 +118,18 @@ class TwoTower(nn.Module):
         bias = self.clip.logit_bias
         return float(bias.detach().reshape(())) if isinstance(bias, Tensor) else None
 
-    def weights(self, tau: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
-        """The open_clip state dict on the host, with the loss's temperature and bias in it.
-
-        All ranks call it together, since each may hold a part; the first gets the result, the others nothing.
-        """
-        weights = {}
-        for name, value in self.clip.state_dict().items():
-            complete = whole(value.detach())
-            if Ranks.current().first:
-                weights[name] = complete.contiguous().cpu()
-        if not weights:
-            return {}
-        weights["logit_scale"] = tau.detach().log().neg().to(weights["logit_scale"]).expand_as(weights["logit_scale"])
-        if "logit_bias" in weights:
-            value = torch.zeros(()) if bias is None else bias.detach()
-            weights["logit_bias"] = value.to(weights["logit_bias"]).expand_as(weights["logit_bias"])
-        return {name: value.clone() if name.startswith("logit_") else value for name, value in weights.items()}
-
     def open_clip_config(self) -> dict[str, Any]:
         """What open_clip's `local-dir:` reads beside the weights."""
         return {"model_cfg": self.config, "preprocess_cfg": asdict(self.preprocess)}
+
+
+def with_temperature(weights: dict[str, Tensor], tau: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+    """An open_clip state dict with the loss's temperature and bias in it."""
+    scale = weights["logit_scale"]
+    filled = {"logit_scale": tau.log().neg().to(scale.dtype).expand_as(scale).clone()}
+    if "logit_bias" in weights:
+        filled["logit_bias"] = (torch.zeros(()) if bias is None else bias).to(scale.dtype).expand_as(scale).clone()
+    return weights | filled
 
 
 def create_model(config: ModelConfig, *, siglip: bool = False, double: bool = False) -> TwoTower:
@@ -251,9 +241,9 @@ def _pretrained(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
         return None, {}
     path = Path(config.pretrained)
     if path.is_dir():
-        for candidate in (path / WEIGHTS_FILE, path / "checkpoints" / "last" / WEIGHTS_FILE):
-            if candidate.is_file():
-                return candidate, {}
+        for folder in (path, path / "checkpoints" / "last"):
+            if (folder / WEIGHTS_FILE).is_file():
+                return folder / WEIGHTS_FILE, _saved_preprocessing(folder)
         raise UserError(f"no weights in {path}: expected {WEIGHTS_FILE} there or in its checkpoints/last")
     if path.is_file():
         return path, {}
@@ -281,6 +271,13 @@ def _pretrained(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
             "fetch the weights by hand and give the file to --pretrained"
         ) from error
     return downloaded, {key: value for key, value in tag.items() if key in PREPROCESS_FIELDS}
+
+
+def _saved_preprocessing(folder: Path) -> dict[str, Any]:
+    """What the weights of a directory were trained with."""
+    path = folder / CONFIG_FILE
+    found = json.loads(path.read_text()).get("preprocess_cfg", {}) if path.is_file() else {}
+    return {key: value for key, value in found.items() if key in PREPROCESS_FIELDS and key != "size"}
 
 
 def _build(

@@ -1,173 +1,267 @@
-"""Saving and going on. A checkpoint directory is also a model directory that open_clip loads by itself."""
+"""Saving: written beside the training, complete under its name or not there at all.
+
+step_00001000/
+  state/*.safetensors          every tensor of the run, a file for each process that wrote
+  state.json                   where the run stands, and what it trains
+  open_clip_model.safetensors  the weights alone, in one file that other tools load
+  open_clip_config.json        their architecture
+  hashes.json                  of the files above
+  README.md, config.toml       the model card and the configuration
+"""
 
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
-from leanclip.distributed import Ranks, split_like, whole
+from leanclip.distributed import Ranks
 from leanclip.errors import UserError
-from leanclip.losses import ContrastiveLoss
-from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, TwoTower
-from leanclip.training.loss_scale import LossScale
+from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, with_temperature
+from leanclip.training.state import EXPORT, MODEL, RunState
+from leanclip.training.storage import Staging, StoredTensors, sync, write_hashes, write_tensors
 
-STATE_FILE = "training.pt"
-POSITION_FILE = "position.json"
+FORMAT = 1
+STATE_FILE = "state.json"
+TENSORS = "state"
+BEST, LAST = "best", "last"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run stands: the next step is `step`, the `epoch_step`-th of `epoch`."""
+    """Where a run stands: the next step is `step`, the `epoch_step`-th of `epoch`; and what it has counted."""
 
     step: int
     epoch: int
     epoch_step: int
     samples: int
-    global_batch: int
     seconds: float
     best: float | None
+    skipped: int = 0
+    seen: int = 0  # samples, and how many of them were broken, by kind
+    broken: Mapping[str, int] = field(default_factory=dict)
 
 
-class SavedModel(NamedTuple):
-    """The weights on the host, and the architecture, with the loss's temperature as the model's logit_scale."""
-
-    weights: dict[str, Tensor]
-    config: dict[str, Any]
-    beside: Mapping[str, str]  # texts by file name, such as the model card
-
-    @classmethod
-    def of(cls, model: TwoTower, loss: ContrastiveLoss, beside: Mapping[str, str]) -> "SavedModel":
-        """All ranks call it together: each may have only a part."""
-        weights = model.weights(loss.temperature(), getattr(loss, "bias", None))
-        return cls(weights, model.open_clip_config(), beside)
-
-    def write(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        save_file(self.weights, directory / WEIGHTS_FILE)
-        (directory / CONFIG_FILE).write_text(json.dumps(self.config, indent=1))
-        for name, text in self.beside.items():
-            (directory / name).write_text(text, encoding="utf-8")
+class SaveError(Exception):
+    """Why a checkpoint could not be written, on one line."""
 
 
-def save_best(checkpoints: Path, model: TwoTower, loss: ContrastiveLoss, beside: Mapping[str, str]) -> None:
-    """Replace checkpoints/best. All ranks call it together, the first one writes."""
-    saved = SavedModel.of(model, loss, beside)
-    if not Ranks.current().first:
-        return
-    temporary = checkpoints / ".best.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    saved.write(temporary)
-    shutil.rmtree(checkpoints / "best", ignore_errors=True)
-    temporary.rename(checkpoints / "best")
+@dataclass(frozen=True)
+class _Request:
+    name: str
+    tensors: dict[str, Tensor]
+    content: dict[str, Any] | None  # of state.json; none where only the weights are wanted
+    beside: Mapping[str, str]  # texts by file name
+    best: bool
 
 
-def save_checkpoint(
-    checkpoints: Path,
-    model: TwoTower,
-    loss: ContrastiveLoss,
-    optimizer: Optimizer,
-    scale: LossScale,
-    position: Position,
-    beside: Mapping[str, str],
-) -> Path:
-    """Everything a resumed run needs, complete under its name or not there at all.
+class Checkpoints:
+    """The checkpoints of a run. All processes call every method together; the first one decides about names."""
 
-    All ranks call it together, the first one writes. Nothing in it depends on how many they are.
-    """
-    final = checkpoints / f"step_{position.step:08d}"
-    saved = SavedModel.of(model, loss, beside)
-    state = {
-        "optimizer": _whole_on_host(optimizer.state_dict()),
-        "loss": _whole_on_host(loss.state_dict()),
-        "random": _random_states(next(model.parameters()).device),
-        "scale": {"value": scale.value, "good_steps": scale.good_steps},
-    }
-    if not Ranks.current().first:
-        return final
-    temporary = checkpoints / f".{final.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    saved.write(temporary)
-    torch.save(state, temporary / STATE_FILE)
-    (temporary / POSITION_FILE).write_text(json.dumps(vars(position)))
-    shutil.rmtree(final, ignore_errors=True)
+    def __init__(
+        self,
+        directory: Path,
+        state: RunState,
+        *,
+        facts: Mapping[str, Any],
+        group: dist.ProcessGroup | None = None,
+        keep_last: int = 0,
+        keep_every: int | None = None,
+        stop_on_error: bool = False,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        """`facts` go into every checkpoint. `group` is used by a thread of its own, so nothing else may use it.
+
+        The newest `keep_last` stay (0: all), and those of every `keep_every`-th step.
+        """
+        self.directory, self.state, self.facts, self.group, self.tell = directory, state, facts, group, tell
+        self.keep_last, self.keep_every, self.stop_on_error = keep_last, keep_every, stop_on_error
+        self.first = Ranks.current().first
+        self._config = state.model.open_clip_config()
+        self._staging = Staging(group)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="leanclip-save")
+        self._writing: Future[None] | None = None
+        self._newest = directory
+
+    def save(self, position: Position, beside: Mapping[str, str], *, full: bool = True, best: bool = False) -> Path:
+        """Begin to write everything, or with `full` off the weights alone; `best` makes them checkpoints/best, too.
+
+        Returns where it will be. Returns at once, but for an earlier save that is still being written.
+        """
+        self.finish()
+        wanted = self.state.tensors() if full else self.state.model_tensors()
+        content = {"format": FORMAT, "position": asdict(position)} | dict(self.facts)
+        name = step_name(position.step) if full else BEST
+        request = _Request(
+            name,
+            self._staging.copy(wanted),
+            content | {"values": self.state.values()} if full else None,
+            beside,
+            best=best,
+        )
+        self._writing = self._thread.submit(self._write, request)
+        self._newest = self.directory / name
+        return self._newest
+
+    def finish(self, alive: Callable[[], None] = lambda: None) -> None:
+        """Wait until the last save is on the disk, or known not to be."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        done = threading.Event()
+        writing.add_done_callback(lambda _: done.set())
+        while not done.wait(1.0):
+            alive()
+        error = writing.exception()
+        if error is None or (isinstance(error, SaveError) and not self.stop_on_error):
+            return
+        if not isinstance(error, SaveError):
+            raise error
+        stop = UserError(f"checkpoint {self._newest.name} was not saved ({error})")
+        stop.told = not self.first
+        raise stop
+
+    def finish_last(self, alive: Callable[[], None]) -> Path:
+        """The same for a run's last save, without which there is no result. Returns where it is."""
+        self.stop_on_error = True
+        self.finish(alive)
+        return self._newest
+
+    def _write(self, request: _Request) -> None:
+        """In the other thread, on all processes."""
+        temporary = self.directory / f".{request.name}.tmp"
+        try:
+            self._staging.wait()
+            self._together(lambda: _make_anew(temporary) if self.first else None)
+            self._together(lambda: write_tensors(temporary / TENSORS, request.tensors, self.group))
+            self._together(lambda: self._complete(temporary, request) if self.first else None)
+        except SaveError as error:
+            if self.first:
+                shutil.rmtree(temporary, ignore_errors=True)
+                kept = max(step_directories(self.directory), default=None)
+                stays = f"{kept[1].name} stays the newest" if kept else "there is none yet"
+                self.tell(f"warning: checkpoint {request.name} was not saved ({error}); {stays}")
+            raise
+
+    def _complete(self, temporary: Path, request: _Request) -> None:
+        """The files that one process writes, the list of all, and the final name."""
+        stored, tower = StoredTensors.open(temporary / TENSORS), MODEL + "clip."
+        found = stored.read([name for name in stored.shapes if name.startswith((tower, EXPORT))])
+        weights = {name.removeprefix(tower): value for name, value in found.items() if name.startswith(tower)}
+        tau, bias = found[f"{EXPORT}temperature"], found.get(f"{EXPORT}bias")
+        save_file(with_temperature(weights, tau, bias), temporary / WEIGHTS_FILE)
+        (temporary / CONFIG_FILE).write_text(json.dumps(self._config, indent=1))
+        for name, text in request.beside.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        if request.best and request.content is not None:
+            _copy_model(temporary, self.directory / f".{BEST}.tmp", request.beside)
+        if request.content is None:
+            shutil.rmtree(temporary / TENSORS)
+        else:
+            (temporary / STATE_FILE).write_text(json.dumps(request.content))
+        write_hashes(temporary, unlisted=tuple(request.beside))
+        _replace(temporary, self.directory / request.name)
+        if request.best and request.content is not None:
+            _replace(self.directory / f".{BEST}.tmp", self.directory / BEST)
+        if request.content is not None:
+            link = self.directory / f".{LAST}.tmp"
+            link.unlink(missing_ok=True)
+            link.symlink_to(request.name)
+            link.replace(self.directory / LAST)
+            sync(self.directory)
+            self._prune()
+
+    def _prune(self) -> None:
+        if not self.keep_last:
+            return
+        for step, path in sorted(step_directories(self.directory), reverse=True)[self.keep_last :]:
+            if self.keep_every is None or step % self.keep_every:
+                going = path.with_name(f".{path.name}.tmp")
+                path.rename(going)  # at once no checkpoint any more, whatever happens in the middle
+                shutil.rmtree(going)
+
+    def _together(self, call: Callable[[], None]) -> None:
+        """Each process does its part; where one fails, all fail alike."""
+        reason: str | None = None
+        try:
+            call()
+        except Exception as error:  # disks, file systems, serialisers: whatever it is, training goes on
+            reason = _reason(error)
+        reasons: list[str | None] = [reason]
+        if self.group is not None:
+            reasons = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(reasons, reason, group=self.group)
+        found = next((each for each in reasons if each is not None), None)
+        if found is not None:
+            raise SaveError(found)
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_directories(checkpoints: Path) -> list[tuple[int, Path]]:
+    """The checkpoints that can be resumed, by their steps."""
+    found = checkpoints.glob("step_*")
+    return [(int(path.name[5:]), path) for path in found if path.name[5:].isdigit() and path.is_dir()]
+
+
+def tidy(checkpoints: Path) -> None:
+    """Remove what a killed run left half written, and put back what it was about to replace."""
+    for path in checkpoints.glob(".*.old"):
+        final = path.with_name(path.name[1:].removesuffix(".old"))
+        if final.exists():
+            shutil.rmtree(path)
+        else:
+            path.rename(final)
+    for path in checkpoints.glob(".*.tmp"):
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+
+
+def _make_anew(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+
+
+def _copy_model(source: Path, target: Path, beside: Mapping[str, str]) -> None:
+    """The weights with what lies beside them, without the state of the run."""
+    _make_anew(target)
+    for name in (WEIGHTS_FILE, CONFIG_FILE, *beside):
+        shutil.copyfile(source / name, target / name)
+    write_hashes(target, unlisted=tuple(beside))
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    """Give a directory its name; what had it is put aside first, since a full directory cannot be replaced."""
+    aside = final.with_name(f".{final.name}.old")
+    if final.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
     temporary.rename(final)
-    link = checkpoints / ".last.tmp"
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    link.replace(checkpoints / "last")
-    return final
+    sync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
-def _whole_on_host(state: Any) -> Any:
-    """The same state with every tensor complete, on the host of the first rank; the others keep none."""
-    if isinstance(state, Tensor):
-        complete = whole(state)
-        return complete.cpu() if Ranks.current().first else None
-    if isinstance(state, dict):
-        return {key: _whole_on_host(value) for key, value in state.items()}
-    return [_whole_on_host(value) for value in state] if isinstance(state, list) else state
+def _reason(error: BaseException) -> str:
+    """One line, of the first failure where torch's checkpointing tells of those of several processes."""
+    if isinstance(error, CheckpointException):
+        error = error.failures[min(error.failures)][0]
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else '?'}"
 
 
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    """Of all ranks, a row each."""
-    ranks = Ranks.current()
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return {name: ranks.gather(state[None], ranks.size, purpose="random states") for name, state in states.items()}
-
-
-def find_checkpoint(resume: str, run: Path) -> Path:
-    """What --resume means: a checkpoint directory, or a file of OpenCLIP's."""
-    given = run if resume == "latest" else Path(resume)
-    if not given.exists():
-        raise UserError(f"--resume {resume}: no such run or checkpoint: {given}")
-    if given.is_file():  # of OpenCLIP's
-        return given.resolve()
-    for candidate in (given, given / "checkpoints" / "last"):
-        if (candidate / STATE_FILE).is_file():
-            return candidate.resolve()
-    raise UserError(f"--resume {resume}: there is no checkpoint in {given}; start without --resume")
-
-
-def load_checkpoint(
-    directory: Path, loss: ContrastiveLoss, optimizer: Optimizer, scale: LossScale, device: torch.device
-) -> Position:
-    """Restore everything. The weights were loaded with the model; here come optimizer, loss and random state."""
-    state: dict[str, Any] = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)
-    try:
-        loss.load_state_dict(state["loss"])
-        optimizer.load_state_dict(split_over_ranks(state["optimizer"], optimizer))
-    except (RuntimeError, ValueError, KeyError, IndexError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise UserError(
-            f"{directory} is of another run ({reason}); resume with its own model, loss and data"
-        ) from error
-    if scale.grows:
-        scale.value, scale.good_steps = state["scale"]["value"], state["scale"]["good_steps"]
-    rank, random = Ranks.current().rank, state["random"]
-    if rank < len(random["cpu"]):  # a rank that the saved run did not have keeps the state it was seeded with
-        torch.set_rng_state(random["cpu"][rank].clone())
-        if device.type == "cuda" and "cuda" in random:
-            torch.cuda.set_rng_state(random["cuda"][rank].clone(), device)
-    return Position(**json.loads((directory / POSITION_FILE).read_text()))
-
-
-def split_over_ranks(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's complete state, each tensor split as its parameter is."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    split = {
-        number: {
-            name: split_like(value, parameters[number]) if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-        for number, values in state["state"].items()
-    }
-    return state | {"state": split}
+def load_tensors_of(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole, for a look at them."""
+    stored = StoredTensors.open(directory / TENSORS)
+    with torch.no_grad():
+        return stored.read(list(stored.shapes))

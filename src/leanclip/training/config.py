@@ -62,7 +62,17 @@ class RunConfig:
     """Prompts for class names: openai (80), simple (7), or a file with one per line, {} standing for the name.
     Default: the set's own, else openai for ImageNet and simple for others."""
     save_every: int | None = None
-    """Steps between checkpoints. Default: one at the end."""
+    """Steps between checkpoints; 0 saves only at the end. Default: a twentieth of the run. Training goes on while
+    one is written."""
+    keep_last: int = 3
+    """How many of the newest checkpoints stay; 0 keeps all. The best one (--best-metric) stays beside them."""
+    keep_every: int | None = None
+    """Checkpoints at multiples of this many steps stay, too."""
+    stop_on_save_error: bool = False
+    """End the run when a checkpoint cannot be written. Default: warn, go on, and try again at the next."""
+    max_hours: float | None = None
+    """After this many hours finish the step, save, and exit with code 75; --resume auto goes on. SIGTERM and SIGUSR1
+    do the same."""
     best_metric: str = "text_to_image_recall@10"
     """The checkpoint with the highest value of this is kept as checkpoints/best. Of a zero-shot set: NAME/top1."""
     report_to: str = "tensorboard"
@@ -72,12 +82,16 @@ class RunConfig:
     wandb_notes: str | None = None
     """Notes that wandb shows with the run."""
     resume: str | None = None
-    """Go on from a checkpoint: a run, one of its checkpoints, or `latest` for this run's own."""
+    """Go on from a checkpoint: `auto` for this run's newest, or to start it if it has none; `latest` for this run's
+    newest; or another run, one of its checkpoints, or a file of OpenCLIP's."""
+    reset_loss_state: bool = False
+    """With --resume: begin the per-sample tables anew, for new data or another loss. Weights, optimizer, step and
+    a temperature that all samples share go on."""
     overwrite: bool = False
     """Replace a run of the same name."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "max_steps", "log_every", "save_every"):
+        for name in ("epochs", "max_steps", "log_every", "keep_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -89,10 +103,18 @@ class RunConfig:
                 raise ValueError(
                     f"--{epochs} (epochs) and --{steps} (steps) say the same; give one".replace("_", "-")
                 )
+        if self.keep_last < 0:
+            raise ValueError(f"keep_last is {self.keep_last}; it must be 0 or more")
+        if self.max_hours is not None and not self.max_hours > 0:
+            raise ValueError(f"max_hours is {self.max_hours}; it must be more than 0")
+        if self.reset_loss_state and self.resume is None:
+            raise ValueError("--reset-loss-state is for a run that is resumed; give --resume")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; it must be 0 or more")
-        if self.eval_every is not None and self.eval_every < 0:
-            raise ValueError(f"eval_every is {self.eval_every}; it must be 0 or more")
+        for name in ("eval_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}; it must be 0 or more")
         tracker_names(self.report_to)
         if self.resume is not None and self.overwrite:
             raise ValueError("--resume goes on with a run, --overwrite replaces it; give one")

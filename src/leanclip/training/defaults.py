@@ -3,11 +3,11 @@
 import itertools
 import math
 from dataclasses import replace
-from datetime import datetime
 from typing import NamedTuple
 
 import torch
 
+from leanclip.distributed import start_time
 from leanclip.errors import UserError
 from leanclip.losses import LossConfig
 from leanclip.losses.registry import spec_of
@@ -57,7 +57,7 @@ def interpolated(samples: int) -> Published:
 
 def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfig:
     """The configuration with every open value decided, for a training set of this size."""
-    model_name = config.model.model or ("leanclip-tiny" if config.data.train_data is None else "ViT-B-32")
+    model_name = _model_name(config)
     batch = config.data.global_batch_size or (config.data.batch_size or 0) * processes or 128
     if batch < processes:
         raise UserError(f"a global batch of {batch} does not give each of {processes} processes a sample; raise it")
@@ -68,7 +68,7 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfi
         run,
         device=device,
         precision=run.precision or ("amp_bf16" if device.startswith("cuda") else "fp32"),
-        name=run.name or f"{datetime.now():%Y%m%d-%H%M%S}-{model_name.replace('/', '-')}-{run.loss}",
+        name=run.name or default_name(config),
         **_intervals(run, epoch=samples // batch, steps=steps),
     )
     rule = interpolated(samples)
@@ -95,16 +95,25 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfi
     )
 
 
+def default_name(config: TrainConfig) -> str:
+    """Of time, model and loss. The time is that of the launcher, so that a restarted process finds its run again."""
+    return f"{start_time():%Y%m%d-%H%M%S}-{_model_name(config).replace('/', '-')}-{config.run.loss}"
+
+
+def _model_name(config: TrainConfig) -> str:
+    return config.model.model or ("leanclip-tiny" if config.data.train_data is None else "ViT-B-32")
+
+
 def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | None]:
     """Steps between evaluations and between checkpoints, where they were given in epochs or not at all."""
     eval_every, save_every = run.eval_every, run.save_every
     if run.val_frequency is not None:
         eval_every = run.val_frequency * epoch
     if run.save_frequency is not None:
-        save_every = run.save_frequency * epoch or None
+        save_every = run.save_frequency * epoch
     return {
         "eval_every": max(1, steps // 10) if eval_every is None else eval_every,
-        "save_every": save_every,
+        "save_every": max(1, steps // 20) if save_every is None else save_every,
         "val_frequency": None,
         "save_frequency": None,
     }

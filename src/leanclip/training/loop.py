@@ -3,8 +3,10 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -13,15 +15,17 @@ from leanclip.distributed import LEDGER, Traffic, traffic
 from leanclip.errors import UserError
 from leanclip.evaluation import classify, embed, hardest_negatives, retrieval_metrics, retrieval_panel, summary
 from leanclip.optim import scheduled, set_learning_rate
-from leanclip.training.checkpoint import Position, save_best, save_checkpoint
+from leanclip.training.checkpoint import Checkpoints, Position
 from leanclip.training.health import HealthCheck
 from leanclip.training.histograms import state_histograms
 from leanclip.training.metrics import MetricsLog, finite, memory, to_host
 from leanclip.training.model_card import model_card
 from leanclip.training.progress import TrainingProgress
+from leanclip.training.resume import settings
 from leanclip.training.run_directory import CARD_FILE, RunDirectory, environment, write_atomically
 from leanclip.training.setup import Job
 from leanclip.training.step import StepResult, training_step
+from leanclip.training.stopping import Stopping
 from leanclip.training.trackers import open_trackers
 
 MANY_SAMPLES = 2000  # decoded in a few seconds
@@ -51,34 +55,44 @@ class _Clock:
         return rate, min(wait, 1.0)
 
 
+class Ending(NamedTuple):
+    """How a run ended, if it did not fail."""
+
+    checkpoint: Path  # the last one
+    stopped: str | None = None  # why before its last step
+
+
 def train(
     job: Job,
     directory: RunDirectory,
     console: Console | None = None,
     alive: Callable[[], None] = lambda: None,
-) -> Path:
-    """Run a job to its end. Returns the last checkpoint.
+    stop: Stopping | None = None,
+) -> Ending:
+    """Run a job to its end, or until `stop` says so.
 
     All ranks run it; the first one speaks and writes. `alive` is called whenever this process has come further.
     """
-    position = job.position
+    stop = stop or Stopping()
     log = open_log(job, directory)
     if log is None:
-        with TrainingProgress(job.steps, position.step, Console(quiet=True)) as progress:
-            return _Trainer(job, directory, None, progress, position, alive).run()
+        with TrainingProgress(job.steps, job.position.step, Console(quiet=True)) as progress:
+            return _Trainer(job, directory, None, progress, alive, stop).run()
     directory.describe(status="running")
-    failed = True
+    status = "failed"
     try:
-        with TrainingProgress(job.steps, position.step, console) as progress:
+        with TrainingProgress(job.steps, job.position.step, console) as progress:
+            log.warn = lambda message: progress.print(f"warning: {message}")
             for tracker in log.trackers:
                 if tracker.place:
                     progress.print(f"wandb: {tracker.place}")
-            last = _Trainer(job, directory, log, progress, position, alive).run()
-        failed = False
+            ending = _Trainer(job, directory, log, progress, alive, stop).run()
+        status = "stopped" if ending.stopped else "finished"
     finally:
-        directory.describe(status="failed" if failed else "finished")
-        log.close(failed=failed)
-    return last
+        with suppress(OSError):
+            directory.describe(status=status)
+        log.close(failed=status == "failed")
+    return ending
 
 
 def open_log(job: Job, directory: RunDirectory) -> MetricsLog | None:
@@ -101,44 +115,64 @@ class _Trainer:
         directory: RunDirectory,
         log: MetricsLog | None,  # on the rank that writes
         progress: TrainingProgress,
-        position: Position,
         alive: Callable[[], None],
+        stop: Stopping,
     ) -> None:
         self.job, self.directory, self.log, self.progress, self.alive = job, directory, log, progress, alive
+        self.stop, position, run = stop, job.position, job.config.run
+        self.checkpoints = Checkpoints(
+            directory.checkpoints,
+            job.state,
+            facts={
+                "settings": settings(job.config),
+                "architecture": job.model.open_clip_config(),
+                "samples": len(job.data.train.source),
+                "manifest": job.data.train.source.manifest(),
+            },
+            group=job.group,
+            keep_last=run.keep_last,
+            keep_every=run.keep_every,
+            stop_on_error=run.stop_on_save_error,
+            tell=progress.print,
+        )
         self.step, self.samples, self.best = position.step, position.samples, position.best
         self.epoch, self.epoch_step = position.epoch, position.epoch_step
-        self.skipped = 0
+        self.skipped = position.skipped
         self.sent: Traffic | None = None
-        self.broken = BrokenCount(job.config.data.max_broken)
+        self.broken = BrokenCount(job.config.data.max_broken, seen=position.seen, kinds=position.broken)
         self.met: list[tuple[int, dict[str, int], tuple[str, ...]]] = []  # and not counted yet
         self.clock = _Clock(time.perf_counter(), before=position.seconds)
         self.health = HealthCheck(job.config, batch=job.loader.batch)
 
-    def run(self) -> Path:
-        job, run = self.job, self.job.config.run
+    def run(self) -> Ending:
+        job, run, stopped = self.job, self.job.config.run, None
+        if self.step >= job.steps and job.resume_from is not None:
+            self.progress.print(f"the run is finished: step {self.step} of {job.steps}; raise --epochs to go on")
+            return Ending(job.resume_from)
         job.model.train()
         job.loss.train()
         if self.step == 0:
             self.evaluate()
         self.texts()
-        saved: Path | None = None
-        while self.step < job.steps:
+        while not stopped:
             for batch in self.batches():
                 job.loss.set_epoch(self.epoch + self.epoch_step / job.loader.steps_per_epoch, job.epochs)
                 result = self.take_step(batch)
                 finished = self.step == job.steps
                 if self.step % run.log_every == 0 or finished:
                     self.report(result)
-                if finished or (run.eval_every and self.step % run.eval_every == 0):
-                    self.evaluate()
+                evaluated = finished or (run.eval_every and self.step % run.eval_every == 0)
+                best = self.evaluate() if evaluated else False
                 self.alive()
-                saved = None
-                if finished or (run.save_every and self.step % run.save_every == 0):
-                    saved = self.save()
-                if finished:
-                    break
+                stopped = None if finished else self.stop.after(self.step)
+                full = finished or stopped or (run.save_every and self.step % run.save_every == 0)
+                if full or best:
+                    self.count_broken()
+                    self.checkpoints.save(self.position(), self.texts(), full=bool(full), best=best)
+                if finished or stopped:
+                    return Ending(self.checkpoints.finish_last(self.alive), stopped)
             self.epoch, self.epoch_step = self.epoch + 1, 0
-        return saved or self.save()
+        raise AssertionError("a loop that only returns")
 
     def batches(self) -> Iterator[Batch]:
         """The rest of this epoch's batches, on the device, with the time spent waiting for them counted."""
@@ -240,7 +274,8 @@ class _Trainer:
         if self.log is not None:
             self.log.histograms(step=self.step, epoch=self.epochs_done, found=found)
 
-    def evaluate(self) -> None:
+    def evaluate(self) -> bool:
+        """Figures on held-out data, and whether they are the best so far."""
         job = self.job
         if self.step:
             self.log_state()
@@ -249,14 +284,12 @@ class _Trainer:
             found |= self.retrieval(job.data.val)
         if job.zero_shot:
             found |= self.zero_shot()
-        if not found:
-            return
         value = found.get(job.config.run.best_metric)
-        if value is not None and self.step > 0 and (self.best is None or value > self.best):
-            self.best = value
-            save_best(self.directory.checkpoints, job.model, job.loss, self.texts())
+        best = value is not None and self.step > 0 and (self.best is None or value > self.best)
+        self.best = value if best else self.best
         self.alive()
         self.clock.lap()
+        return best
 
     def retrieval(self, data: Subset) -> dict[str, float]:
         """Recall on the held-out data, and pictures of it."""
@@ -273,7 +306,7 @@ class _Trainer:
                 "images": retrieval_panel(data, embedded),
                 "hardest": hardest_negatives(data, embedded),
             }
-            write_atomically(self.directory.panel, json.dumps(finite(panel)))
+            self.write(self.directory.panel, json.dumps(finite(panel)))
         self.progress.print(
             f"step {self.step}: held-out recall@10 text-to-image {metrics['text_to_image_recall@10']:.1%}, "
             f"image-to-text {metrics['image_to_text_recall@10']:.1%} (chance {metrics['chance@10']:.1%})"
@@ -294,35 +327,40 @@ class _Trainer:
                 self.log.evaluation(step=self.step, epoch=self.epochs_done, name=found.name, metrics=found.metrics())
             self.progress.print(f"step {self.step}: {summary(found)}")
         if self.log is not None:
-            write_atomically(self.directory.zero_shot, json.dumps({"step": self.step, "sets": sets}))
+            self.write(self.directory.zero_shot, json.dumps({"step": self.step, "sets": sets}))
         return metrics
 
     def workers_for(self, samples: int) -> int:
         """Starting processes is worth it for large sets only."""
         return self.job.config.data.workers if samples > MANY_SAMPLES else 0
 
-    def save(self) -> Path:
-        job = self.job
-        full = self.epoch_step == job.loader.steps_per_epoch
-        position = Position(
+    def position(self) -> Position:
+        full = self.epoch_step == self.job.loader.steps_per_epoch
+        return Position(
             step=self.step,
             epoch=self.epoch + full,
             epoch_step=0 if full else self.epoch_step,
             samples=self.samples,
-            global_batch=job.loader.batch,
             seconds=self.clock.total(),
             best=self.best,
+            skipped=self.skipped,
+            seen=self.broken.seen,
+            broken=dict(self.broken.kinds),
         )
-        return save_checkpoint(
-            self.directory.checkpoints, job.model, job.loss, job.optimizer, job.pieces.scale, position, self.texts()
-        )
+
+    def write(self, path: Path, text: str) -> None:
+        """A file that is nice to have: without it the run goes on."""
+        try:
+            write_atomically(path, text)
+        except OSError as error:
+            self.progress.print(f"warning: {path.name} was not written ({error.strerror})")
 
     def texts(self) -> dict[str, str]:
         """What lies beside the weights: the model card, which the run gets too, and the configuration."""
         if self.log is None:
             return {}
         card = model_card(self.directory.facts(), self.log.results, step=self.step)
-        write_atomically(self.directory.card, card)
+        self.write(self.directory.card, card)
         config = self.directory.config
         return {CARD_FILE: card} | ({config.name: config.read_text()} if config.is_file() else {})
 

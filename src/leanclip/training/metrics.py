@@ -1,8 +1,12 @@
 """Where numbers go: a JSONL file, and the trackers that show the same numbers."""
 
+import errno
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor
 
 from leanclip.training.histograms import Histogram
+from leanclip.training.run_directory import write_atomically
 from leanclip.training.trackers import Tracker
 
 
@@ -22,18 +27,24 @@ class Result(NamedTuple):
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl and tells the trackers. `results` holds each set's last evaluation."""
+    """Appends to metrics.jsonl and tells the trackers. `results` holds each set's last evaluation.
+
+    What a full disk does not take is kept and written when there is room again: a line is there once and whole.
+    """
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = (), *, resume_at: int | None = None) -> None:
-        self.trackers = trackers
+        self.trackers = list(trackers)
+        self.warn: Callable[[str], None] = print
         self.results: dict[str, Result] = {}
         if resume_at is not None and path.is_file():
             kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_at]
-            path.write_text("".join(line + "\n" for line in kept))
+            write_atomically(path, "".join(line + "\n" for line in kept))
             for record in map(json.loads, kept):
                 if record.get("kind") == "eval":
                     self.results[record["set"]] = Result(record["step"], record["metrics"])
-        self._file = path.open("a")
+        self._file = path.open("ab", buffering=0)
+        self._size = path.stat().st_size
+        self._waiting: deque[bytes] = deque()
 
     def train(self, **values: Any) -> None:
         self._write({"kind": "train"} | values)
@@ -42,29 +53,44 @@ class MetricsLog:
             for name, value in values.items()
             if isinstance(value, int | float) and name not in ("step", "samples")
         }
-        for tracker in self.trackers:
-            tracker.scalars("train", shown, values["step"])
+        self._tell(lambda tracker: tracker.scalars("train", shown, values["step"]))
 
     def evaluation(self, *, step: int, epoch: float, name: str, metrics: Mapping[str, float]) -> None:
         self._write({"kind": "eval", "step": step, "epoch": epoch, "set": name, "metrics": dict(metrics)})
         self.results[name] = Result(step, dict(metrics))
-        for tracker in self.trackers:
-            tracker.scalars(name, metrics, step)
+        self._tell(lambda tracker: tracker.scalars(name, metrics, step))
 
     def histograms(self, *, step: int, epoch: float, found: Sequence[Histogram]) -> None:
         for histogram in found:
             self._write({"kind": "histogram", "step": step, "epoch": epoch} | asdict(histogram))
-            for tracker in self.trackers:
-                tracker.histogram(histogram, step)
+            self._tell(lambda tracker, histogram=histogram: tracker.histogram(histogram, step))
 
     def close(self, *, failed: bool = False) -> None:
         self._file.close()
-        for tracker in self.trackers:
-            tracker.close(failed=failed)
+        self._tell(lambda tracker: tracker.close(failed=failed))
+
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
+        """A tracker that fails is left out from then on; the run does not depend on it."""
+        for tracker in list(self.trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # of any library, for any reason
+                self.trackers.remove(tracker)
+                self.warn(f"{type(tracker).__name__} failed and is left out from now on ({error})")
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(finite(record)) + "\n")
-        self._file.flush()
+        self._waiting.append((json.dumps(finite(record)) + "\n").encode())
+        try:
+            while self._waiting:
+                written = self._file.write(self._waiting[0])
+                if written != len(self._waiting[0]):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._size += len(self._waiting.popleft())
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(self._size)
+            if len(self._waiting) == 1:
+                self.warn(f"metrics.jsonl cannot be written ({error.strerror}); its lines wait")
 
 
 def finite(value: Any) -> Any:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from leanclip.distributed import split_like
 from leanclip.errors import UserError
 from leanclip.losses import ContrastiveLoss
 from leanclip.models import TwoTower
-from leanclip.training.checkpoint import split_over_ranks
 from leanclip.training.loss_scale import LossScale
 
 SAME_GRADIENT = ("infonce", "siglip")  # the losses that move the temperature as OpenCLIP's do
@@ -48,7 +48,7 @@ class OpenClipCheckpoint:
             left.append("the optimizer's state, which does not fit")
         else:
             found = {numbers[id(parameters[name])]: values for name, values in state.items()}
-            optimizer.load_state_dict(split_over_ranks(optimizer.state_dict() | {"state": found}, optimizer))
+            optimizer.load_state_dict(_split_over_ranks(optimizer.state_dict() | {"state": found}, optimizer))
             taken.append(f"AdamW's state of {len(found)} of {len(numbers)} parameters")
         if scale.grows and self.scaler:
             scale.value, scale.good_steps = float(self.scaler["scale"]), int(self.scaler["_growth_tracker"])
@@ -94,6 +94,19 @@ def _named(model: TwoTower, loss: ContrastiveLoss) -> dict[str, nn.Parameter]:
     return dict(model.clip.named_parameters()) | {
         name.rpartition(".")[2]: parameter for name, parameter in loss.named_parameters()
     }
+
+
+def _split_over_ranks(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's complete state, each tensor split as its parameter is."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    split = {
+        number: {
+            name: split_like(value, parameters[number]) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+        for number, values in state["state"].items()
+    }
+    return state | {"state": split}
 
 
 def _spared(name: str, parameter: Tensor) -> bool:

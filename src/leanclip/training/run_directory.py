@@ -63,9 +63,9 @@ class RunDirectory:
         if self.path.is_dir() and not resuming and any(self.path.iterdir()):
             if not overwrite:
                 raise UserError(
-                    f"{self.path} exists; give another --name, --resume latest to go on with it, or --overwrite"
+                    f"{self.path} exists; give another --name, --resume auto to go on with it, or --overwrite"
                 )
-            if not (self.path / "run.json").is_file():
+            if not self._is_run():
                 raise UserError(
                     f"{self.path} is no run of leanclip, so --overwrite leaves it alone; give another --name"
                 )
@@ -74,6 +74,11 @@ class RunDirectory:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make {self.checkpoints} ({error.strerror}); give another --logs") from error
+
+    def _is_run(self) -> bool:
+        """Or the beginning of one that was killed at once."""
+        begun = {"checkpoints", "run.json.tmp"}
+        return (self.path / "run.json").is_file() or {path.name for path in self.path.iterdir()} <= begun
 
     def facts(self) -> dict[str, Any]:
         """What run.json says."""

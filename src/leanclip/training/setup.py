@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from leanclip.data import Datasets, Manifest, TrainingLoader, load_manifest, open_datasets, training_transform
-from leanclip.distributed import Ranks, replicated, sharded
+from leanclip.data import Datasets, Manifest, TrainingLoader, open_datasets, training_transform
+from leanclip.distributed import Ranks, host_group, replicated, sharded
 from leanclip.errors import UserError
 from leanclip.evaluation import RECALLS, ZERO_SHOT_METRICS, LabelledSet, Prompts, labelled_sets, prompts_for
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
@@ -20,14 +21,15 @@ from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower, create_model, model_config_of
 from leanclip.optim import create_optimizer, weight_decay_groups
-from leanclip.training.checkpoint import Position, find_checkpoint, load_checkpoint
+from leanclip.training.checkpoint import Position
 from leanclip.training.config import TrainConfig
 from leanclip.training.defaults import fill, total_steps
 from leanclip.training.fit import fitting
 from leanclip.training.loss_scale import LossScale
 from leanclip.training.openclip_checkpoint import OpenClipCheckpoint
 from leanclip.training.pieces import Pieces
-from leanclip.training.run_directory import RunDirectory
+from leanclip.training.resume import AUTO, LATEST, SavedRun, find_saved
+from leanclip.training.state import RunState
 from leanclip.training.trackers import check_trackers
 
 SHARDED_OPTIMIZERS = ("adamw", "lamb", "lion", "sgdm")
@@ -47,9 +49,11 @@ class Job:
     ranks: Ranks
     loader: TrainingLoader
     steps: int
+    state: RunState  # what of the above a checkpoint holds
+    group: dist.ProcessGroup | None  # for checkpoints alone
     position: Position  # where it starts
     resume_from: Path | None
-    taken: str | None = None  # of a checkpoint of OpenCLIP's
+    notes: tuple[str, ...] = ()  # about what was resumed
     zero_shot: tuple[tuple[LabelledSet, Prompts], ...] = ()  # classified at each evaluation
 
     @property
@@ -67,7 +71,7 @@ def autocast_of(precision: str | None, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype, enabled=precision in ("amp", "amp_bf16", "amp_bfloat16"))
 
 
-def resolve(config: TrainConfig) -> tuple[TrainConfig, Datasets]:
+def resolve(config: TrainConfig, saved: SavedRun | None = None) -> tuple[TrainConfig, Datasets]:
     """Check what can be checked before anything is built, index the data, and decide what was left open."""
     try:
         spec_of(config.run.loss)
@@ -78,7 +82,7 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, Datasets]:
     check_trackers(config.run.report_to)
     if config.model.model is not None:
         model_config_of(config.model.model)
-    data = open_datasets(config.data, seed=config.run.seed, manifest=_known_manifest(config))
+    data = open_datasets(config.data, seed=config.run.seed, manifest=_manifest(config, saved))
     config = fill(config, samples=len(data.train), processes=Ranks.current().size)
     _agree(config, data)
     return config, data
@@ -125,7 +129,9 @@ def _open_zero_shot(config: TrainConfig) -> tuple[tuple[LabelledSet, Prompts], .
 def set_up(config: TrainConfig) -> Job:
     """Build everything a run needs. Deterministic in the seed."""
     ranks = Ranks.current()
-    config, data = resolve(_with_foreign_weights(config))
+    resume_from, warnings = _starting_point(config, ranks)
+    saved = None if resume_from is None or resume_from.is_file() else SavedRun.open(resume_from)
+    config, data = resolve(_with_foreign_weights(config, resume_from), saved)
     zero_shot = _open_zero_shot(config)
     config = replace(
         config, run=replace(config.run, name=ranks.once(lambda: config.run.name))
@@ -133,7 +139,6 @@ def set_up(config: TrainConfig) -> Job:
     run, optim, batch = config.run, config.optim, config.data.global_batch_size
     assert run.device is not None and batch is not None and run.name is not None
     device = device_of(run.device)
-    resume_from = None if run.resume is None else find_checkpoint(run.resume, Path(run.logs) / run.name)
 
     if device.type == "cpu" and config.data.workers:
         # Loader workers and compute threads beyond the number of cores make every step wait for the scheduler.
@@ -141,16 +146,18 @@ def set_up(config: TrainConfig) -> Job:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), cores - config.data.workers)))
 
     torch.manual_seed(run.seed)
-    start = config.model if resume_from is None else replace(config.model, pretrained=str(resume_from))
+    start = config.model if saved is None else replace(config.model, pretrained=str(saved.path))
     double = run.precision == "fp64"
     model = create_model(start, siglip=run.loss == "siglip", double=double)
     config = replace(config, loss=_starting_temperature(config, model))
-    manifest = _known_manifest(config)
+    notes = [] if saved is None else saved.compare(
+        config, model.open_clip_config(), samples=len(data.train.source), reset_loss=run.reset_loss_state
+    )  # fmt: skip
     try:
         loss = loss_from_config(
             run.loss,
             config.loss,
-            num_samples=sum(int(entry["count"]) for entry in manifest) if manifest else len(data.train.source),
+            num_samples=len(data.train.source) if saved is None or run.reset_loss_state else saved.content["samples"],
             implementation=run.implementation,
         )
     except ValueError as error:
@@ -207,22 +214,27 @@ def set_up(config: TrainConfig) -> Job:
         raise UserError(
             "batch normalisation needs two samples in every micro-batch; raise --micro-batch or the batch"
         )
-    position = Position(step=0, epoch=0, epoch_step=0, samples=0, global_batch=batch, seconds=0.0, best=None)
-    taken, steps = None, total_steps(config, samples=len(data.train), batch=batch)
-    if resume_from is not None and resume_from.is_file():
+    state = RunState(model=model, loss=loss, optimizer=optimizer, scale=pieces.scale, device=device)
+    group = host_group(ranks)
+    position = Position(step=0, epoch=0, epoch_step=0, samples=0, seconds=0.0, best=None)
+    steps = total_steps(config, samples=len(data.train), batch=batch)
+    if saved is not None:
+        saved.load(state, group, reset_loss=run.reset_loss_state)
+        position = saved.position
+        if run.reset_loss_state:  # as if the new data had been there from the beginning
+            epoch, epoch_step = divmod(position.step, loader.steps_per_epoch)
+            position = replace(position, epoch=epoch, epoch_step=epoch_step)
+        elif isinstance(loss, GlobalContrastiveLoss) and len(data.train.source) > saved.content["samples"]:
+            loss.resize(len(data.train.source))  # for shards that were added since
+    elif resume_from is not None:
         position, taken = _go_on(resume_from, model, pieces, loader, position)
+        notes.append(f"resumed {taken}")
         if position.step >= steps:
             raise UserError(f"{resume_from} ends where this run does, at step {steps} or later; raise --epochs")
-    elif resume_from is not None:
-        position = load_checkpoint(resume_from, loss, optimizer, pieces.scale, device)
-        if position.global_batch != batch:
-            raise UserError(f"the run has a global batch of {position.global_batch}, not {batch}; resume with that")
-        if manifest is not None and isinstance(loss, GlobalContrastiveLoss):
-            loss.resize(len(data.train.source))  # for shards that were added since
     return Job(
         config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, pieces=pieces,
-        ranks=ranks, loader=loader, steps=steps, position=position, resume_from=resume_from, taken=taken,
-        zero_shot=zero_shot,
+        ranks=ranks, loader=loader, steps=steps, state=state, group=group, position=position,
+        resume_from=resume_from, notes=(*(f"warning: {each}" for each in warnings), *notes), zero_shot=zero_shot,
     )  # fmt: skip
 
 
@@ -269,12 +281,28 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
-def _with_foreign_weights(config: TrainConfig) -> TrainConfig:
+def _starting_point(config: TrainConfig, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, and warnings about those that are damaged; the first process looks for all."""
+    run = config.run
+    if run.resume is None:
+        return None, []
+    if run.resume in (AUTO, LATEST) and run.name is None:
+        raise UserError(f"--resume {run.resume} goes on with the run of a name; give --name")
+    found = ranks.once(lambda: _found(str(run.resume), Path(run.logs) / str(run.name)))
+    return None if found[0] is None else Path(found[0]), found[1]
+
+
+def _found(resume: str, run: Path) -> tuple[str | None, list[str]]:
+    path, warnings = find_saved(resume, run)
+    return None if path is None else str(path), warnings
+
+
+def _with_foreign_weights(config: TrainConfig, resume_from: Path | None) -> TrainConfig:
     """A run of OpenCLIP's that is resumed starts from the weights and the temperature of its file."""
-    if config.run.resume is None or not Path(config.run.resume).is_file():
+    if resume_from is None or not resume_from.is_file():
         return config
-    OpenClipCheckpoint.read(Path(config.run.resume))  # an error comes before the data are indexed
-    return replace(config, model=replace(config.model, pretrained=config.run.resume))
+    OpenClipCheckpoint.read(resume_from)  # an error comes before the data are indexed
+    return replace(config, model=replace(config.model, pretrained=str(resume_from)))
 
 
 def _go_on(
@@ -287,14 +315,9 @@ def _go_on(
     return replace(start, step=step, epoch=found.epoch, samples=step * loader.batch), taken
 
 
-def _known_manifest(config: TrainConfig) -> Manifest | None:
-    """The ids that a resumed run began with."""
-    if config.run.resume is None or (config.run.resume == "latest" and config.run.name is None):
-        return None
-    checkpoint = find_checkpoint(config.run.resume, Path(config.run.logs) / str(config.run.name))
-    if checkpoint.is_file():
-        return None
-    return load_manifest(RunDirectory(checkpoint.parents[1]).manifest)
+def _manifest(config: TrainConfig, saved: SavedRun | None) -> Manifest | None:
+    """The ids that a resumed run began with, unless its data are new."""
+    return None if saved is None or config.run.reset_loss_state else saved.manifest
 
 
 def _starting_temperature(config: TrainConfig, model: TwoTower) -> LossConfig:

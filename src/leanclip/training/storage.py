@@ -1,0 +1,163 @@
+"""Named tensors on disk: torch's distributed checkpointing in its safetensors form, which holds no code.
+
+Every process writes what it has of each tensor, and reads what it needs, however many processes wrote them.
+"""
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from leanclip.errors import UserError
+
+HASHES_FILE = "hashes.json"
+
+# One process alone is no mistake, and a thread that writes cannot change the filters for a moment.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+class DamagedError(UserError):
+    """Files are not what was written."""
+
+
+class Staging:
+    """Copies in host memory, so that training can go on while they are written. The memory stays between saves."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
+        self._buffers: dict[str, Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Begin to copy. On a GPU the copies queue behind the work so far and before what comes; see `wait`."""
+        staged: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local.detach()
+            buffer = self._buffer(name, local)
+            buffer.copy_(local, non_blocking=local.is_cuda)
+            if isinstance(tensor, DTensor):
+                assert self._mesh is not None
+                staged[name] = DTensor.from_local(
+                    buffer, self._mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+                )
+            else:
+                staged[name] = buffer
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return staged
+
+    def wait(self) -> None:
+        """Until the copies are there; any thread may wait."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        known = self._buffers.get(name)
+        if known is None or known.shape != like.shape or known.dtype != like.dtype:
+            known = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)  # page-locked: the fast way
+            self._buffers[name] = known
+        return known
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """All processes call it together, each with its part: a file for each of them."""
+    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """What `write_tensors` wrote, by name."""
+
+    directory: Path
+    shapes: Mapping[str, torch.Size]
+    dtypes: Mapping[str, torch.dtype]
+
+    @classmethod
+    def open(cls, directory: Path) -> "StoredTensors":
+        try:
+            found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+        except Exception as error:  # whatever files that are something else make the reader raise
+            raise DamagedError(f"{directory} holds no tensors of a run ({type(error).__name__})") from error
+        entries = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+        return cls(
+            directory,
+            {name: entry.size for name, entry in entries.items()},
+            {name: entry.properties.dtype for name, entry in entries.items()},
+        )
+
+    def read_into(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+        """Fill tensors, or this process's parts of them. With a group all its processes call it together."""
+        with torch.no_grad():
+            load(
+                dict(tensors),
+                storage_reader=HuggingFaceStorageReader(str(self.directory)),
+                process_group=group,
+                no_dist=group is None,
+            )
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole tensors, for this process alone."""
+        tensors = {name: torch.empty(self.shapes[name], dtype=self.dtypes[name]) for name in names}
+        self.read_into(tensors, None)
+        return tensors
+
+
+def write_hashes(directory: Path, unlisted: Sequence[str] = ()) -> None:
+    """List the directory's files with their hashes, and see that all of it is on the disk, not only on its way."""
+    files = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in unlisted):
+        files[path.relative_to(directory).as_posix()] = {"size": path.stat().st_size, "sha256": _hash(path)}
+    (directory / HASHES_FILE).write_text(json.dumps({"files": files}, indent=1))
+    for path in directory.rglob("*"):
+        sync(path)
+    sync(directory)
+
+
+def verify(directory: Path) -> None:
+    """Complain where a listed file is not what was written, or where a directory of tensors holds one more."""
+    try:
+        listed = json.loads((directory / HASHES_FILE).read_text())["files"]
+        expected: dict[str, Any] = {str(name): entry["sha256"] for name, entry in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{directory} is not complete: it has no {HASHES_FILE} that can be read") from error
+    folders = {Path(name).parent for name in expected} - {Path()}
+    found = {path.relative_to(directory).as_posix() for folder in folders for path in (directory / folder).glob("*")}
+    if more := sorted(found - set(expected)):
+        raise DamagedError(f"{directory} is damaged: {more[0]} does not belong to it")
+    for name, digest in expected.items():
+        path = directory / name
+        if ".." in Path(name).parts or Path(name).is_absolute() or path.is_symlink() or not path.is_file():
+            raise DamagedError(f"{directory} is damaged: {name} is missing")
+        if _hash(path) != digest:
+            raise DamagedError(f"{directory} is damaged: {name} is not what was written")
+
+
+def sync(path: Path) -> None:
+    """See that a file or directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
