@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import torch
+from resume_worker import KilledAfter
 from rich.console import Console
 from training_worker import vit_file
 
@@ -30,7 +31,6 @@ def train_on_shards(ranks, folder, pattern, logs, stop, resume=False, workers=0,
     directory = RunDirectory(Path(logs) / "run")
     job.ranks.once(lambda: prepare(job, directory))
     seen = {}
-    steps = iter(range(job.position.step + 1, 100))
     take_step = _Trainer.take_step
 
     def watched(self, batch):
@@ -41,15 +41,11 @@ def train_on_shards(ranks, folder, pattern, logs, stop, resume=False, workers=0,
         ]
         return take_step(self, batch)
 
-    def killed():
-        if next(steps) >= stop + 1:
-            raise KeyboardInterrupt
-
     complaint = ""
     _Trainer.take_step = watched
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            train(job, directory, Console(quiet=True), killed)
+            train(job, directory, Console(quiet=True), stop=KilledAfter(stop))
     except UserError as error:
         complaint = str(error)
     finally:

@@ -11,6 +11,19 @@ from leanclip.config import override
 from leanclip.data.datasets import BUNDLED
 from leanclip.training import RunDirectory, TrainConfig, set_up, train
 from leanclip.training.config import ParallelConfig
+from leanclip.training.stopping import Stopping
+
+
+class KilledAfter(Stopping):
+    """Ends a run in the middle, without a last checkpoint."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def after(self, step):
+        if step > self.step:
+            raise KeyboardInterrupt
 
 
 def train_part(ranks, folder, logs, stop, resume=False, parallel=None):
@@ -27,12 +40,6 @@ def train_part(ranks, folder, logs, stop, resume=False, parallel=None):
     job = set_up(config)
     directory = RunDirectory(Path(job.config.run.logs) / "run")
     job.ranks.once(lambda: prepare(job, directory))
-    steps = iter(range(job.position.step + 1, 100))
-
-    def killed():
-        if next(steps) > stop:
-            raise KeyboardInterrupt
-
     with contextlib.suppress(KeyboardInterrupt):
-        train(job, directory, Console(quiet=True), killed)
+        train(job, directory, Console(quiet=True), stop=KilledAfter(stop))
     return {}

@@ -9,6 +9,7 @@ from ranks_job import run_ranks
 from resume_worker import train_part
 
 from leanclip.distributed import Ranks
+from leanclip.training.checkpoint import load_tensors_of
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +21,11 @@ def uninterrupted(tmp_path_factory):
 
 def read(logs):
     last = Path(logs) / "run" / "checkpoints" / "step_00000006"
-    state = torch.load(last / "training.pt", weights_only=True)
+    state = load_tensors_of(last)
     lines = [json.loads(line) for line in (Path(logs) / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
-    return state["loss"], losses, json.loads((last / "position.json").read_text())
+    tables = {name: value for name, value in state.items() if name.startswith("loss.")}
+    return tables, losses, json.loads((last / "state.json").read_text())["position"]
 
 
 @pytest.mark.parametrize(

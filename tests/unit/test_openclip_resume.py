@@ -17,6 +17,7 @@ from leanclip.cli import main
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.train import parse_command
 from leanclip.data.datasets import BUNDLED
+from leanclip.models import with_temperature
 from leanclip.optim import scheduled, set_learning_rate
 from leanclip.training import set_up
 from leanclip.training.step import training_step
@@ -101,7 +102,7 @@ def test_the_next_step_is_openclips(begun, tmp_path):
     job.model.train()
     set_learning_rate(job.optimizer, lr, peak=1e-3)
     training_step(job.pieces, batch)
-    ours = job.model.weights(job.loss.temperature(), None)
+    ours = with_temperature(job.model.clip.state_dict(), job.loss.temperature(), None)
     for name, value in theirs.state_dict().items():
         assert torch.allclose(ours[name], value, atol=2e-6, rtol=1e-5), name
     moved = {name for name, value in saved["state_dict"].items() if not torch.equal(value, ours[name])}

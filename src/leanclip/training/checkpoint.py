@@ -13,7 +13,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,11 @@ class Checkpoints:
         self.stop_on_error = True
         self.finish(alive)
         return self._newest
+
+    def settle(self, seconds: float = 60.0) -> None:
+        """Wait a while for a save that is still being written, whatever becomes of it."""
+        if self._writing is not None:
+            wait([self._writing], seconds)
 
     def _write(self, request: _Request) -> None:
         """In the other thread, on all processes."""

@@ -77,7 +77,7 @@ def train(
     log = open_log(job, directory)
     if log is None:
         with TrainingProgress(job.steps, job.position.step, Console(quiet=True)) as progress:
-            return _Trainer(job, directory, None, progress, alive, stop).run()
+            return _Trainer(job, directory, None, progress, alive, stop).run_and_settle()
     directory.describe(status="running")
     status = "failed"
     try:
@@ -86,7 +86,7 @@ def train(
             for tracker in log.trackers:
                 if tracker.place:
                     progress.print(f"wandb: {tracker.place}")
-            ending = _Trainer(job, directory, log, progress, alive, stop).run()
+            ending = _Trainer(job, directory, log, progress, alive, stop).run_and_settle()
         status = "stopped" if ending.stopped else "finished"
     finally:
         with suppress(OSError):
@@ -143,6 +143,12 @@ class _Trainer:
         self.met: list[tuple[int, dict[str, int], tuple[str, ...]]] = []  # and not counted yet
         self.clock = _Clock(time.perf_counter(), before=position.seconds)
         self.health = HealthCheck(job.config, batch=job.loader.batch)
+
+    def run_and_settle(self) -> Ending:
+        try:
+            return self.run()
+        finally:
+            self.checkpoints.settle()  # what is being written when the run breaks off is worth waiting for
 
     def run(self) -> Ending:
         job, run, stopped = self.job, self.job.config.run, None

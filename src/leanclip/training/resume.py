@@ -25,8 +25,8 @@ FREE = (  # how it is run and looked at, not what it computes
     "name", "model", "logs", "device", "workers", "log_every", "eval_every", "val_frequency", "save_every",
     "save_frequency", "keep_last", "keep_every", "stop_on_save_error", "max_hours", "best_metric", "report_to",
     "wandb_project_name", "wandb_notes", "zero_shot", "imagenet_val", "imagenet_v2", "templates", "resume",
-    "reset_loss_state", "overwrite", "train_data", "val_data", "pretrained", "batch_size", "micro_batch", "grad_checkpointing",
-    "fsdp", "dist_timeout", "train_num_samples", "data_size", "max_broken", "implementation",
+    "reset_loss_state", "overwrite", "train_data", "val_data", "pretrained", "batch_size", "micro_batch",
+    "grad_checkpointing", "fsdp", "dist_timeout", "train_num_samples", "data_size", "max_broken", "implementation",
 )  # fmt: skip
 OF_THE_DATA = ("shuffle", "val_split", "train_data_upsampling_factors")  # new data may come with new ones
 OF_THE_LOSS = ("loss",)

@@ -1,0 +1,217 @@
+"""Runs of real processes that are killed at some moment, and what is left of them when others go on."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from ranks_job import CONTEXT
+from training_worker import vit_file
+
+from leanclip.data.datasets import BUNDLED
+from leanclip.training.checkpoint import load_tensors_of, step_directories
+
+TIMEOUT = 20.0
+VOLATILE = ("seconds", "samples_per_second", "data_wait", "resident_gib", "loss_collectives", "loss_bytes")
+
+
+class Settings(NamedTuple):
+    steps: int = 16
+    save_every: int = 3
+    loss: str = "fastclip-v2"
+    precision: str = "fp64"
+    workers: int = 1
+    more: tuple[str, ...] = ()
+
+    def arguments(self, folder, logs):
+        vit = vit_file(folder, text={"context_length": 77, "vocab_size": 49408})
+        return [
+            "train", "--train-data", str(BUNDLED / "val-*.tar"), "--model", vit, "--global-batch-size", "18",
+            "--epochs", "3", "--max-steps", str(self.steps), "--precision", self.precision, "--device", "cpu",
+            "--workers", str(self.workers), "--loss", self.loss, "--logs", str(logs), "--name", "run",
+            "--log-every", "1", "--eval-every", "0", "--save-every", str(self.save_every), "--warmup", "2",
+            "--lr", "0.01", "--seed", "4", "--report-to", "none", "--dist-timeout", str(TIMEOUT), "--resume", "auto",
+            *self.more,
+        ]  # fmt: skip
+
+
+class Job:
+    """The processes of one start of a run."""
+
+    def __init__(self, settings, size, folder, logs, environment=None):
+        port = _free_port()
+        self.folder, self.run = Path(folder), Path(logs) / "run"
+        self.output = self.folder / f"output-{time.monotonic_ns()}"
+        self.processes = [
+            CONTEXT.Process(
+                target=_rank,
+                args=(settings.arguments(folder, logs), rank, size, port, f"{self.output}-{rank}", environment or {}),
+            )
+            for rank in range(size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+
+    def wait(self, seconds=240):
+        """The exit codes of all."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        assert None not in codes, f"still running: {codes}\n{self.said()}"
+        return codes
+
+    def said(self):
+        return "\n".join(path.read_text()[-3000:] for path in sorted(self.folder.glob(f"{self.output.name}-*")))
+
+    def lines(self):
+        path = self.run / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    @property
+    def over(self):
+        return all(process.exitcode is not None for process in self.processes)
+
+    def until(self, condition, seconds=120):
+        """Wait for it, or for the end of the run. Says which it was."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if self.over:
+                return False
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.002)
+        return True
+
+    def send(self, number, ranks=None):
+        """To the processes of some ranks: each with its loader's workers."""
+        for process in self.processes if ranks is None else [self.processes[rank] for rank in ranks]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+
+def _rank(arguments, rank, size, port, output, environment):
+    os.setsid()
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), **environment,
+    }  # fmt: skip
+    stream = open(output, "w", buffering=1)  # noqa: SIM115
+    os.dup2(stream.fileno(), 1)
+    os.dup2(stream.fileno(), 2)
+    sys.stdout = sys.stderr = stream
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that nobody forked
+    from leanclip.cli import main
+
+    main(arguments)
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+KINDS = ("all", "one", "writing", "term", "usr1")
+
+
+def strike(job, kind, draw, steps):
+    """Hit a running job in one way at a random moment. Says whether it still ran."""
+    if kind == "writing":
+        skip = draw.randrange(3)
+        seen: set[str] = set()
+
+        def writing():
+            seen.update(path.name for path in (job.run / "checkpoints").glob(".step_*.tmp"))
+            return len(seen) > skip
+
+        hit = job.until(writing)
+        time.sleep(draw.uniform(0, 0.03))
+    else:
+        line = job.lines() + draw.randrange(1, max(2, steps - job.lines()))
+        hit = job.until(lambda: job.lines() >= line)
+        time.sleep(draw.uniform(0, 0.1))
+    if kind == "one":
+        job.send(signal.SIGKILL, [draw.randrange(len(job.processes))])
+    else:
+        job.send({"term": signal.SIGTERM, "usr1": signal.SIGUSR1}.get(kind, signal.SIGKILL))
+    return hit and not job.over
+
+
+class Result(NamedTuple):
+    tensors: dict
+    metrics: list
+    position: dict
+
+
+def result(logs, steps):
+    """What a finished run leaves behind, but for times and what depends on the number of processes."""
+    run = Path(logs) / "run"
+    newest = run / "checkpoints" / f"step_{steps:08d}"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{name: value for name, value in line.items() if name not in VOLATILE} for line in lines]
+    position = json.loads((newest / "state.json").read_text())["position"]
+    tensors = {name: value for name, value in load_tensors_of(newest).items() if not name.startswith("random.")}
+    assert not list((run / "checkpoints").glob(".*")), "something is left half written"
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
+    assert max(step_directories(run / "checkpoints"))[0] == steps
+    return Result(tensors, metrics, {name: value for name, value in position.items() if name != "seconds"})
+
+
+def finish(settings, size, folder, logs):
+    with Job(settings, size, folder, logs) as job:
+        codes = job.wait()
+        assert codes == [0] * size, f"{codes}\n{job.said()}"
+    return result(logs, settings.steps)
+
+
+def interrupted(settings, folder, logs, kinds, sizes, seed):
+    """A run that is hit once for each kind, begins on 2 ranks and goes on with each of the sizes; its result."""
+    draw = random.Random(seed)
+    hits = []
+    for kind, size in zip(kinds, (2, *sizes), strict=False):
+        with Job(settings, size, folder, logs) as job:
+            hit = strike(job, kind, draw, settings.steps)
+            codes = job.wait()
+            hits.append((kind, size, hit, codes))
+            if kind in ("term", "usr1") and hit and not all(code == 0 for code in codes):
+                assert codes == [75] * size, f"{codes}\n{job.said()}"
+    found = finish(settings, sizes[-1], folder, logs)
+    return found, hits
+
+
+def compare(found, right, *, exact, tolerance=1e-8):
+    assert found.position == right.position
+    assert [(line["kind"], line["step"]) for line in found.metrics] == [
+        (line["kind"], line["step"]) for line in right.metrics
+    ]
+    assert found.tensors.keys() == right.tensors.keys()
+    if exact:
+        assert found.metrics == right.metrics
+        for name, value in right.tensors.items():
+            assert torch.equal(found.tensors[name], value), name
+        return
+    for line, other in zip(found.metrics, right.metrics, strict=True):
+        if line["kind"] != "train":
+            continue
+        assert abs(line["loss"] - other["loss"]) <= tolerance * max(1.0, abs(other["loss"])), (line, other)
+    if tolerance < 1e-7:
+        for name, value in right.tensors.items():
+            assert torch.allclose(found.tensors[name], value, rtol=tolerance, atol=tolerance), name
