@@ -35,7 +35,7 @@ class Settings(NamedTuple):
         vit = vit_file(folder, text={"context_length": 77, "vocab_size": 49408})
         return [
             "train", "--train-data", str(BUNDLED / "val-*.tar"), "--model", vit, "--global-batch-size", "18",
-            "--epochs", "3", "--max-steps", str(self.steps), "--precision", self.precision, "--device", "cpu",
+            "--epochs", "9", "--max-steps", str(self.steps), "--precision", self.precision, "--device", "cpu",
             "--workers", str(self.workers), "--loss", self.loss, "--logs", str(logs), "--name", "run",
             "--log-every", "1", "--eval-every", "0", "--save-every", str(self.save_every), "--warmup", "2",
             "--lr", "0.01", "--seed", "4", "--report-to", "none", "--dist-timeout", str(TIMEOUT), "--resume", "auto",
@@ -79,7 +79,7 @@ class Job:
         return codes
 
     def said(self):
-        return "\n".join(path.read_text()[-3000:] for path in sorted(self.folder.glob(f"{self.output.name}-*")))
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"{self.output.name}-*")))
 
     def lines(self):
         path = self.run / "metrics.jsonl"
@@ -112,7 +112,7 @@ def _rank(arguments, rank, size, port, output, environment):
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), **environment,
     }  # fmt: skip
-    stream = open(output, "w", buffering=1)  # noqa: SIM115
+    stream = Path(output).open("w", buffering=1)  # noqa: SIM115
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
     sys.stdout = sys.stderr = stream

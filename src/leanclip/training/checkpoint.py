@@ -22,13 +22,20 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, with_temperature
 from leanclip.training.state import EXPORT, MODEL, RunState
-from leanclip.training.storage import Staging, StoredTensors, sync, write_hashes, write_tensors
+from leanclip.training.storage import (
+    CheckpointException,
+    Staging,
+    StoredTensors,
+    first_reason,
+    sync,
+    write_hashes,
+    write_tensors,
+)
 
 FORMAT = 1
 STATE_FILE = "state.json"
@@ -199,8 +206,8 @@ class Checkpoints:
         reason: str | None = None
         try:
             call()
-        except Exception as error:  # disks, file systems, serialisers: whatever it is, training goes on
-            reason = _reason(error)
+        except (Exception, CheckpointException) as error:  # disks, file systems: whatever it is, training goes on
+            reason = first_reason(error)
         reasons: list[str | None] = [reason]
         if self.group is not None:
             reasons = [None] * dist.get_world_size(self.group)
@@ -255,14 +262,6 @@ def _replace(temporary: Path, final: Path) -> None:
     temporary.rename(final)
     sync(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _reason(error: BaseException) -> str:
-    """One line, of the first failure where torch's checkpointing tells of those of several processes."""
-    if isinstance(error, CheckpointException):
-        error = error.failures[min(error.failures)][0]
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else '?'}"
 
 
 def load_tensors_of(directory: Path) -> dict[str, Tensor]:

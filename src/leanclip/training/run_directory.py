@@ -60,12 +60,12 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def prepare(self, *, overwrite: bool, resuming: bool) -> None:
-        if self.path.is_dir() and not resuming and any(self.path.iterdir()):
+        if not resuming and self._holds_something():
             if not overwrite:
                 raise UserError(
                     f"{self.path} exists; give another --name, --resume auto to go on with it, or --overwrite"
                 )
-            if not self._is_run():
+            if not (self.path / "run.json").is_file():
                 raise UserError(
                     f"{self.path} is no run of leanclip, so --overwrite leaves it alone; give another --name"
                 )
@@ -75,10 +75,12 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"cannot make {self.checkpoints} ({error.strerror}); give another --logs") from error
 
-    def _is_run(self) -> bool:
-        """Or the beginning of one that was killed at once."""
-        begun = {"checkpoints", "run.json.tmp"}
-        return (self.path / "run.json").is_file() or {path.name for path in self.path.iterdir()} <= begun
+    def _holds_something(self) -> bool:
+        """More than what a run makes first, which may have been killed right then."""
+        if not self.path.is_dir() or not any(self.path.iterdir()):
+            return False
+        begun = {path.name for path in self.path.iterdir()} <= {"checkpoints", "run.json.tmp"}
+        return not begun or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
     def facts(self) -> dict[str, Any]:
         """What run.json says."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -104,13 +105,12 @@ class StoredTensors:
 
     def read_into(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
         """Fill tensors, or this process's parts of them. With a group all its processes call it together."""
-        with torch.no_grad():
-            load(
-                dict(tensors),
-                storage_reader=HuggingFaceStorageReader(str(self.directory)),
-                process_group=group,
-                no_dist=group is None,
-            )
+        reader = HuggingFaceStorageReader(str(self.directory))
+        try:
+            with torch.no_grad():
+                load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+        except CheckpointException as error:  # which is no Exception
+            raise DamagedError(f"{self.directory} cannot be read ({first_reason(error)})") from error
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Whole tensors, for this process alone."""
@@ -161,3 +161,11 @@ def sync(path: Path) -> None:
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def first_reason(error: BaseException) -> str:
+    """One line, of the first failure where torch's checkpointing tells of those of several processes."""
+    if isinstance(error, CheckpointException):
+        error = error.failures[min(error.failures)][0]
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else '?'}"
