@@ -1,9 +1,16 @@
 """A run that is killed, in whatever way and moment, ends as if nothing had happened."""
 
+import contextlib
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
-from kill_job import KINDS, Settings, compare, finish, interrupted
+from kill_job import KINDS, Settings, compare, finish, interrupted, result
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +26,42 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(kind, size, uninterrupted, 
     found, hits = interrupted(Settings(), tmp_path, tmp_path / "logs", [kind], [size], seed=KINDS.index(kind))
     assert hits[0][2], hits  # the blow came while it ran
     compare(found, uninterrupted, exact=size == 2)
+
+
+def test_torchrun_starts_a_killed_rank_again_and_it_goes_on(uninterrupted, tmp_path):
+    arguments = Settings().arguments(tmp_path, tmp_path / "logs")
+    at = arguments.index("--resume")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "2", "--monitor-interval", "0.2", "-m", "--", "leanclip"]
+    run = tmp_path / "logs" / "run"
+    with (tmp_path / "output").open("w") as output:
+        torchrun = subprocess.Popen(
+            [*command, *arguments[:at], *arguments[at + 2 :], "--overwrite"],
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (run / "checkpoints" / "step_00000006").exists():
+        assert torchrun.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
+        time.sleep(0.01)
+    ranks = children_of(torchrun.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    try:
+        assert torchrun.wait(timeout=150) == 0, (tmp_path / "output").read_text()
+    finally:
+        torchrun.kill()
+    said = (tmp_path / "output").read_text().replace("\n", " ")
+    assert "resumed from" in said
+    compare(result(tmp_path / "logs", Settings().steps), uninterrupted, exact=True)
+
+
+def children_of(parent):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(stat.parent.name))
+    return sorted(found)
 
 
 @pytest.mark.slow

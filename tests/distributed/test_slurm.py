@@ -4,11 +4,14 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from test_lost_rank import processes_of
 
 from leanclip.cli.train import parse_command
 
@@ -42,10 +45,50 @@ def test_examples_are_understood(example):
     subprocess.run(["bash", "-n", str(example)], check=True)
     text = example.read_text().replace("\\\n", " ")
     assert "#SBATCH --requeue" in text and "scontrol requeue" in text
-    (command,) = re.findall(r"leanclip train (.*) &", text)
-    words = [word for word in shlex.split(command) if not word.startswith("${RESUME")]
-    settings = parse_command(words).settings
+    (command,) = re.findall(r"leanclip train ([^&\n]*)", text)
+    settings = parse_command(shlex.split(command)).settings
     assert settings.run.loss == "fastclip-v3" and settings.run.save_every == 1000
+    assert settings.run.resume == "auto"
+
+
+FAKES = {
+    "scontrol": 'if [ "$1" = show ]; then echo here; else echo "$@" >> "$FAKES/requeued"; fi',
+    "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"',
+    "torchrun": 'trap \'cp "$FAKES/stopped.json" logs/cc12m-v3/run.json; exit 143\' TERM; touch "$FAKES/up"\n'
+    'while [ -z "$QUICK" ]; do sleep 0.05; done',
+    "leanclip": 'trap "exit 75" USR1; touch "$FAKES/up"; while [ -z "$QUICK" ]; do sleep 0.05; done',
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("stopped", [True, False])
+def test_examples_go_back_into_the_queue(example, stopped, tmp_path):
+    """With stand-ins for SLURM's programs: a job whose time is over is queued again, one that has ended is not."""
+    for name, body in FAKES.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    run = tmp_path / "logs" / "cc12m-v3"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text('{"status": "finished"}')
+    (tmp_path / "stopped.json").write_text('{"status": "stopped"}')
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "FAKES": str(tmp_path), "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "1", "QUICK": "" if stopped else "1",
+    }  # fmt: skip
+    job = subprocess.Popen(["bash", str(example)], cwd=tmp_path, env=environment, start_new_session=True)
+    if stopped:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.05)
+        time.sleep(0.2)
+        if example.name == "srun.sbatch":  # SLURM signals the tasks, or with B: the script
+            for pid in processes_of(job.pid):
+                if b"leanclip\0train" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGUSR1)
+        else:
+            os.kill(job.pid, signal.SIGUSR1)
+    code = job.wait(timeout=30)
+    assert (tmp_path / "requeued").exists() == stopped
+    assert (code != 0) == stopped
 
 
 def test_there_are_examples():

@@ -1,0 +1,128 @@
+"""What saving costs a run: time inside the save calls, and how much slower the loop gets.
+
+    python benchmarks/bench_save.py                      # ViT-B-32, 10 million samples, a save every 50 steps
+    python benchmarks/bench_save.py --quick              # a small model, on a CPU too; nothing is kept
+
+The job is the one that `leanclip train` would run, set up by the same code, but for its batches: one, on the device,
+again and again. The same number of steps is taken without and with saves. Rows go to benchmarks/results/save.csv.
+"""
+
+import argparse
+import csv
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import leanclip
+from leanclip.config import override
+from leanclip.data import Batch
+from leanclip.training import Job, TrainConfig, set_up
+from leanclip.training.checkpoint import Checkpoints, Position
+from leanclip.training.step import training_step
+
+RESULTS = Path(__file__).parent / "results" / "save.csv"
+FIELDS = (
+    "version", "torch", "device", "model", "loss", "batch", "samples", "steps", "save_every", "saves",
+    "checkpoint_gb", "seconds_without", "seconds_with", "seconds_in_saves", "first_save", "later_saves",
+    "share_in_saves", "seconds_to_write",
+)  # fmt: skip
+
+
+def first_batch(job: Job) -> Batch:
+    """One batch of the run, on the device."""
+    return next(iter(job.loader.epoch(0))).to(job.device, job.dtype)
+
+
+def take(job: Job, batch: Batch, steps: int) -> None:
+    for _ in range(steps):
+        draw = torch.randint(len(job.data.train.source), (len(batch),))
+        ids = Batch(images=batch.images, tokens=batch.tokens, sample_ids=draw).to(job.device, job.dtype)
+        assert not training_step(job.pieces, ids).skipped
+
+
+def seconds(job: Job, began: float) -> float:
+    if job.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def measure(values: dict[str, object], steps: int, save_every: int) -> dict[str, object]:
+    job = set_up(override(TrainConfig(), values, "benchmark"))
+    job.model.train()
+    job.loss.set_epoch(0, 1)
+    batch = first_batch(job)
+    take(job, batch, 3)  # warms up, compiles, and fills the optimizer's state
+    began = time.perf_counter()
+    seconds(job, began)
+    began = time.perf_counter()
+    take(job, batch, steps)
+    without = seconds(job, began)
+
+    folder = Path(tempfile.mkdtemp(prefix="leanclip-save-"))
+    facts = {"settings": {}, "architecture": {}, "samples": 0, "manifest": None}
+    checkpoints = Checkpoints(folder, job.state, facts=facts, keep_last=1)
+    inside: list[float] = []
+    written: list[float] = []
+    began = time.perf_counter()
+    for step in range(save_every, steps + 1, save_every):
+        take(job, batch, save_every)
+        entered = time.perf_counter()
+        position = Position(step=step, epoch=0, epoch_step=step, samples=0, seconds=0.0, best=None)
+        checkpoints.save(position, {})
+        inside.append(time.perf_counter() - entered)
+        assert checkpoints._writing is not None
+        checkpoints._writing.add_done_callback(lambda _, at=entered: written.append(time.perf_counter() - at))
+    with_saves = seconds(job, began)
+    checkpoints.finish()
+    newest = folder / f"step_{step:08d}"
+    size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+    shutil.rmtree(folder)
+    return {
+        "model": Path(str(values["model"])).stem, "loss": values["loss"], "batch": job.loader.batch,
+        "samples": len(job.data.train.source), "steps": steps, "save_every": save_every, "saves": len(inside),
+        "checkpoint_gb": round(size / 1e9, 3), "seconds_without": round(without, 3),
+        "seconds_with": round(with_saves, 3), "seconds_in_saves": round(sum(inside), 4),
+        "first_save": round(inside[0], 4), "later_saves": round(sum(inside[1:]) / max(1, len(inside) - 1), 4),
+        "share_in_saves": round(sum(inside) / with_saves, 5), "seconds_to_write": round(max(written), 2),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="ViT-B-32")
+    parser.add_argument("--loss", default="fastclip-v3")
+    parser.add_argument("--batch", type=int, default=2048)
+    parser.add_argument("--samples", type=int, default=10_000_000)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--results", default=str(RESULTS))
+    given = parser.parse_args()
+    if given.quick:
+        given.model, given.batch, given.samples, given.steps, given.save_every = "leanclip-tiny", 16, 1000, 4, 2
+    values = {
+        "train_data": f"synthetic:{given.samples}", "model": given.model, "loss": given.loss,
+        "global_batch_size": given.batch, "workers": 0, "lr": 1e-5, "name": "save", "report_to": "none",
+    }  # fmt: skip
+    row = measure(values, given.steps, given.save_every)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu ({os.cpu_count()} cores)"
+    row = {"version": leanclip.__version__, "torch": torch.__version__, "device": name} | row
+    print("\n".join(f"{field:<18} {row[field]}" for field in FIELDS))
+    if given.quick:
+        return
+    path = Path(given.results)
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter[str](file, FIELDS)
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""Checkpoints: what is kept, what goes on, what is refused, and that no file of one can run code."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+import signal
+
+import pytest
+import torch
+
+from leanclip.cli import main
+from leanclip.config import override
+from leanclip.data.datasets import BUNDLED
+from leanclip.errors import UserError
+from leanclip.training import TrainConfig, set_up
+from leanclip.training.checkpoint import load_tensors_of, tidy
+from leanclip.training.resume import FREE, SAME, SavedRun, find_saved, settings
+from leanclip.training.stopping import STOPPED, Stopping
+from leanclip.training.storage import HASHES_FILE, DamagedError, verify
+
+TINY = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 1, "layers": 1},
+}
+VALUES = {
+    "train_data": str(BUNDLED / "val-*.tar"), "global_batch_size": 20, "epochs": 3, "device": "cpu", "workers": 0,
+    "name": "run", "log_every": 1, "eval_every": 0, "warmup": 0, "lr": 0.01, "report_to": "none", "max_steps": 8,
+    "save_every": 2,
+}  # fmt: skip
+
+
+def arguments(folder, **changed):
+    path = folder / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    values = VALUES | {"model": str(path), "logs": str(folder / "logs")} | changed
+    found = ["train"]
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        found += [flag] if value is True else [flag, str(value)]
+    return found
+
+
+def leanclip(*words):
+    with pytest.raises(SystemExit) as stop:
+        main([str(word) for word in words])
+    return stop.value.code
+
+
+def train(folder, **changed):
+    return leanclip(*arguments(folder, **changed))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    assert train(folder) == 0
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A run of one's own, to be damaged."""
+    shutil.copytree(trained / "logs", tmp_path / "logs", symlinks=True)
+    shutil.copy(trained / "tiny.json", tmp_path / "tiny.json")
+    return tmp_path
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / "logs/run/checkpoints").iterdir())
+
+
+def steps_of_metrics(folder):
+    lines = [json.loads(line) for line in (folder / "logs/run/metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if line["kind"] == "train"]
+
+
+def test_the_newest_stay_and_every_so_many(tmp_path):
+    assert train(tmp_path, keep_last=1, keep_every=4) == 0
+    assert names(tmp_path) == ["last", "step_00000004", "step_00000008"]
+
+
+def test_the_newest_three_stay_by_default(trained):
+    assert names(trained) == ["last", "step_00000004", "step_00000006", "step_00000008"]
+    for step in (4, 6, 8):
+        verify(trained / f"logs/run/checkpoints/step_{step:08d}")
+
+
+def test_the_best_stays_beside_them(tmp_path):
+    assert train(tmp_path, val_data=str(BUNDLED / "val-*.tar"), eval_every=3, keep_last=1, max_steps=7) == 0
+    assert names(tmp_path) == ["best", "last", "step_00000007"]
+    verify(tmp_path / "logs/run/checkpoints/best")
+
+
+def test_auto_starts_goes_on_and_is_content_with_a_finished_run(run, tmp_path, capsys):
+    logs = tmp_path / "other"
+    assert train(run, resume="auto", logs=logs, max_steps=4) == 0  # starts
+    assert train(run, resume="auto", logs=logs) == 0  # goes on
+    assert "step 4 of 8" in capsys.readouterr().out.replace("\n", "")
+    before = names(run)
+    assert train(run, resume="auto") == 0
+    assert "the run is finished" in capsys.readouterr().out
+    assert names(run) == before
+
+
+def test_auto_begins_anew_what_was_killed_before_its_first_checkpoint(run):
+    shutil.rmtree(run / "logs/run/checkpoints")
+    assert train(run, resume="auto", max_steps=3) == 0
+    assert steps_of_metrics(run) == [1, 2, 3]
+
+
+def test_latest_wants_a_checkpoint_and_a_name(tmp_path, capsys):
+    assert train(tmp_path, resume="latest") == 2
+    assert "no such run or checkpoint" in capsys.readouterr().err
+    words = arguments(tmp_path, resume="auto")
+    at = words.index("--name")
+    assert leanclip(*words[:at], *words[at + 2 :]) == 2
+    assert "give --name" in capsys.readouterr().err
+
+
+def test_what_a_killed_run_left_is_tidied(run):
+    checkpoints = run / "logs/run/checkpoints"
+    (checkpoints / ".step_00000009.tmp").mkdir()
+    (checkpoints / "step_00000008").rename(checkpoints / ".step_00000008.old")
+    tidy(checkpoints)
+    assert names(run) == ["last", "step_00000004", "step_00000006", "step_00000008"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"loss": "infonce"}, "--loss infonce, the run has fastclip-v3"),
+        ({"global_batch_size": 10}, "--global-batch-size 10, the run has 20"),
+        ({"seed": 5}, "--seed 5, the run has 0"),
+        ({"opt": "sgdm"}, "--opt sgdm, the run has adamw"),
+        ({"force_image_size": 32}, "it trains"),
+        ({"train_data": str(BUNDLED / "train-*.tar")}, "val-"),
+        ({"lock_text": True}, "--lock-text"),
+    ],
+)
+def test_another_run_is_named(run, changed, said, capsys):
+    assert train(run, resume="auto", **changed) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.strip().splitlines()) == 1, error
+
+
+def test_other_settings_are_told_and_free_ones_are_not(run, capsys):
+    assert train(run, resume="auto", epochs=4, max_steps=9, lr=0.02, workers=1, log_every=2, micro_batch=7) == 0
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert "resumed with --lr 0.02, the run has 0.01" in said and "--max-steps 9" in said
+    assert "--workers" not in said and "--log-every" not in said and "--micro-batch" not in said
+
+
+def test_every_setting_that_is_sorted_exists():
+    known = set(settings(TrainConfig()))
+    assert set(SAME) <= known and set(FREE) <= known
+    assert not set(SAME) & set(FREE)
+
+
+def test_new_data_begin_the_tables_anew(run, capsys):
+    before = load_tensors_of(run / "logs/run/checkpoints/step_00000008")
+    other = {"train_data": str(BUNDLED / "train-*.tar"), "max_steps": 10}
+    assert train(run, resume="auto", reset_loss_state=True, **other) == 0
+    after = load_tensors_of(run / "logs/run/checkpoints/step_00000010")
+    assert after["loss.state.log_u_image"].isfinite().sum() == 2 * 20  # what the two steps met
+    assert len(after["loss.state.log_u_image"]) != len(before["loss.state.log_u_image"])
+    tau, was = (found["loss.temperature_rule.log_inv_tau"] for found in (after, before))
+    assert tau != was and torch.isclose(tau, was, atol=0.01)  # it went on
+    assert after["optimizer.model.clip.text_projection.step"] == 10
+
+
+def test_another_loss_may_take_over_with_fresh_tables(run):
+    assert train(run, resume="auto", reset_loss_state=True, loss="infonce", max_steps=10) == 0
+    assert train(run, resume="auto", loss="infonce", max_steps=11) == 0
+
+
+def test_a_copied_checkpoint_knows_its_data(run, tmp_path, capsys):
+    shutil.copytree(run / "logs/run/checkpoints/step_00000006", tmp_path / "copy")
+    assert train(run, resume=tmp_path / "copy", name="other") == 0
+    assert steps_of_metrics(run)[-1] == 8
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused(run, capsys):
+    checkpoint = run / "logs/run/checkpoints/step_00000006"
+    (checkpoint / "state.json").write_text((checkpoint / "state.json").read_text() + " ")
+    assert train(run, resume=checkpoint) == 2
+    assert "state.json is not what was written" in capsys.readouterr().err
+
+
+def test_a_missing_file_and_one_too_many_are_noticed(run):
+    checkpoint = run / "logs/run/checkpoints/step_00000006"
+    extra = checkpoint / "state" / "more.safetensors"
+    extra.write_bytes(b"x")
+    with pytest.raises(DamagedError, match=r"more\.safetensors does not belong"):
+        verify(checkpoint)
+    extra.unlink()
+    (checkpoint / "open_clip_config.json").unlink()
+    with pytest.raises(DamagedError, match=r"open_clip_config\.json is missing"):
+        verify(checkpoint)
+
+
+class Payload:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def malicious(marker, form):
+    """Bytes that make a directory when they are unpickled."""
+    if form == "pickle":
+        return pickle.dumps(Payload(marker))
+    stream = io.BytesIO()
+    torch.save({"state_dict": Payload(marker)}, stream)
+    return stream.getvalue()
+
+
+PLANTED = {
+    "state": "torch", "state.json": "pickle", "open_clip_model.safetensors": "torch",
+    "open_clip_config.json": "pickle", "hashes.json": "pickle", "README.md": "pickle", "config.toml": "pickle",
+    ".metadata": "pickle", "state/.metadata": "pickle", "training.pt": "torch",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("file", "form"), PLANTED.items())
+def test_code_in_a_file_of_a_checkpoint_never_runs(file, form, run, tmp_path, capsys):
+    """With the hash of the planted file in the list, so that it is read at all, and without."""
+    marker = tmp_path / "marker"
+    checkpoint = run / "logs/run/checkpoints/step_00000008"
+    path = next((checkpoint / "state").glob("*.safetensors")) if file == "state" else checkpoint / file
+    path.write_bytes(malicious(marker, form))
+    assert train(run, resume="auto", max_steps=9) == 0  # from the one before, or unimpressed
+    shutil.rmtree(run / "logs/run/checkpoints/step_00000009")
+    if file != "hashes.json":
+        _accept(checkpoint, path)
+        train(run, resume=checkpoint, max_steps=9)
+    for command in ("evaluate", "export"):
+        leanclip(
+            command,
+            checkpoint,
+            *([tmp_path / "out"] if command == "export" else ["--val-data", VALUES["train_data"]]),
+        )
+    train(run, pretrained=checkpoint, name="new", max_steps=1)
+    assert not marker.exists()
+    pickle.loads(malicious(marker, "pickle"))  # it would have
+    assert marker.exists()
+
+
+def _accept(checkpoint, path):
+    """Make the list of hashes agree with a file, as whoever planted it could."""
+    import hashlib
+
+    listed = json.loads((checkpoint / HASHES_FILE).read_text())
+    name = path.relative_to(checkpoint).as_posix()
+    if name in listed["files"]:
+        listed["files"][name] = {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        (checkpoint / HASHES_FILE).write_text(json.dumps(listed))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_a_run_after_its_step(number, tmp_path, monkeypatch, capsys):
+    after = Stopping.after
+
+    def send(self, step):
+        if step == 3:
+            os.kill(os.getpid(), number)
+        return after(self, step)
+
+    monkeypatch.setattr(Stopping, "after", send)
+    handler = signal.getsignal(number)
+    assert train(tmp_path, save_every=0) == STOPPED
+    assert signal.getsignal(number) == handler
+    assert f"since {signal.Signals(number).name} came" in capsys.readouterr().out.replace("\n", " ")
+    assert names(tmp_path) == ["last", "step_00000003"]
+    assert json.loads((tmp_path / "logs/run/run.json").read_text())["status"] == "stopped"
+    monkeypatch.setattr(Stopping, "after", after)
+    assert train(tmp_path, save_every=0, resume="auto") == 0
+    assert steps_of_metrics(tmp_path) == list(range(1, 9))
+
+
+def test_max_hours_end_a_run(tmp_path, capsys):
+    assert train(tmp_path, save_every=0, max_hours=1e-9) == STOPPED
+    assert names(tmp_path) == ["last", "step_00000001"]
+    assert "1e-09 hours are over" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_under_a_torchrun_that_restarts_the_code_is_success(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert train(tmp_path, save_every=0, max_hours=1e-9) == 0
+
+
+def test_restarted_by_torchrun_a_run_goes_on(run, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train(run, max_steps=10, overwrite=True) == 0
+    assert steps_of_metrics(run) == list(range(1, 11)), "neither replaced nor begun anew"
+
+
+def test_a_found_checkpoint_is_the_newest_whole_one(run):
+    checkpoints = run / "logs/run/checkpoints"
+    (checkpoints / "step_00000008" / HASHES_FILE).unlink()
+    found, warnings = find_saved("latest", run / "logs/run")
+    assert found is not None and found.name == "step_00000006" and len(warnings) == 1
+    for path in checkpoints.glob("step_*"):
+        (path / HASHES_FILE).unlink(missing_ok=True)
+    with pytest.raises(UserError, match="every checkpoint is damaged"):
+        find_saved("auto", run / "logs/run")
+
+
+@pytest.mark.parametrize("opt", ["lamb", "lion", "sgdm", "adamw"])
+def test_the_optimizers_state_comes_back(opt, tmp_path):
+    assert train(tmp_path, opt=opt, max_steps=4, lr=1e-3) == 0
+    values = VALUES | {"opt": opt, "lr": 1e-3, "model": str(tmp_path / "tiny.json"), "logs": str(tmp_path / "logs")}
+    job = set_up(override(TrainConfig(), values | {"resume": "latest"}, "test"))
+    saved = load_tensors_of(tmp_path / "logs/run/checkpoints/step_00000004")
+    found = job.state.tensors()
+    assert {name for name in found if name.startswith("optimizer.")}
+    assert found.keys() == saved.keys()
+    for name, value in saved.items():
+        assert torch.equal(found[name], value), name
+    content = SavedRun.open(tmp_path / "logs/run/checkpoints/step_00000004").content
+    assert content["values"] == json.loads(json.dumps(job.state.values()))
