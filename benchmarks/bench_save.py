@@ -78,7 +78,7 @@ def measure(values: dict[str, object], steps: int, save_every: int) -> dict[str,
         checkpoints._writing.add_done_callback(lambda _, at=entered: written.append(time.perf_counter() - at))
     with_saves = seconds(job, began)
     checkpoints.finish()
-    newest = folder / f"step_{step:08d}"
+    newest = (folder / "last").resolve()
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     shutil.rmtree(folder)
     return {

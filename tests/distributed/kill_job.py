@@ -120,6 +120,9 @@ def _rank(arguments, rank, size, port, output, environment):
     multiprocessing.set_start_method("fork", force=True)  # as in a process that nobody forked
     from leanclip.cli import main
 
+    import faulthandler
+
+    faulthandler.enable(stream)
     main(arguments)
 
 

@@ -91,7 +91,7 @@ class Watch:
         """A collective failed here: wait until it shows whose fault it is, and leave with that message."""
         if self._thread is None:
             return
-        deadline = time.monotonic() + max(4 * self.interval, 2.0)
+        deadline = time.monotonic() + max(6 * self.interval, 2.0)
         while time.monotonic() < deadline:
             lost = self._lost(patience=3 * self.interval)
             if lost:

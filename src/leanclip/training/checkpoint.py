@@ -11,7 +11,6 @@ step_00001000/
 
 import json
 import shutil
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
@@ -119,15 +118,14 @@ class Checkpoints:
         self._newest = self.directory / name
         return self._newest
 
-    def finish(self, alive: Callable[[], None] = lambda: None) -> None:
-        """Wait until the last save is on the disk, or known not to be."""
+    def finish(self) -> None:
+        """Wait until the last save is on the disk, or known not to be.
+
+        This counts as standing still: where a process dies in the middle, the watch ends the others' wait.
+        """
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
-        done = threading.Event()
-        writing.add_done_callback(lambda _: done.set())
-        while not done.wait(1.0):
-            alive()
         error = writing.exception()
         if error is None or (isinstance(error, SaveError) and not self.stop_on_error):
             return
@@ -137,10 +135,10 @@ class Checkpoints:
         stop.told = not self.first
         raise stop
 
-    def finish_last(self, alive: Callable[[], None]) -> Path:
+    def finish_last(self) -> Path:
         """The same for a run's last save, without which there is no result. Returns where it is."""
         self.stop_on_error = True
-        self.finish(alive)
+        self.finish()
         return self._newest
 
     def settle(self, seconds: float = 60.0) -> None:

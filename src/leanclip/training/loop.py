@@ -176,7 +176,7 @@ class _Trainer:
                     self.count_broken()
                     self.checkpoints.save(self.position(), self.texts(), full=bool(full), best=best)
                 if finished or stopped:
-                    return Ending(self.checkpoints.finish_last(self.alive), stopped)
+                    return Ending(self.checkpoints.finish_last(), stopped)
             self.epoch, self.epoch_step = self.epoch + 1, 0
         raise AssertionError("a loop that only returns")
 
