@@ -1,5 +1,6 @@
 """Saving and going on. A checkpoint directory is also a model directory that open_clip loads by itself."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,10 +17,12 @@ from leanclip.distributed import Ranks, split_like, whole
 from leanclip.errors import UserError
 from leanclip.losses import ContrastiveLoss
 from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, TwoTower
+from leanclip.training.ema import WeightEMA
 from leanclip.training.loss_scale import LossScale
 
 STATE_FILE = "training.pt"
 POSITION_FILE = "position.json"
+TRAINED_FILE = "trained.safetensors"  # with an EMA, whose weights are the model's: those that train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,7 @@ class Position:
     global_batch: int
     seconds: float
     best: float | None
+    skipped: int = 0  # steps whose numbers were not finite
 
 
 class SavedModel(NamedTuple):
@@ -76,24 +80,35 @@ def save_checkpoint(
     scale: LossScale,
     position: Position,
     beside: Mapping[str, str],
+    ema: WeightEMA | None = None,
 ) -> Path:
     """Everything a resumed run needs, complete under its name or not there at all.
 
-    All ranks call it together, the first one writes. Nothing in it depends on how many they are.
+    All ranks call it together, the first one writes. Nothing in it depends on how many they are. With an EMA the
+    averaged weights are the model's, and those that train lie beside them.
     """
     final = checkpoints / f"step_{position.step:08d}"
-    saved = SavedModel.of(model, loss, beside)
+    temporary, first = checkpoints / f".{final.name}.tmp", Ranks.current().first
+    if first:
+        shutil.rmtree(temporary, ignore_errors=True)
+    # Each is written before the next is looked at: on a CPU they are the model's own memory, not copies.
+    with ema.applied() if ema is not None else contextlib.nullcontext():
+        saved = SavedModel.of(model, loss, beside)
+        if first:
+            saved.write(temporary)
+    if ema is not None:
+        trained = SavedModel.of(model, loss, beside)
+        if first:
+            save_file(trained.weights, temporary / TRAINED_FILE)
     state = {
         "optimizer": _whole_on_host(optimizer.state_dict()),
         "loss": _whole_on_host(loss.state_dict()),
+        "ema": None if ema is None else _whole_on_host(ema.state_dict()),
         "random": _random_states(next(model.parameters()).device),
         "scale": {"value": scale.value, "good_steps": scale.good_steps},
     }
-    if not Ranks.current().first:
+    if not first:
         return final
-    temporary = checkpoints / f".{final.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    saved.write(temporary)
     torch.save(state, temporary / STATE_FILE)
     (temporary / POSITION_FILE).write_text(json.dumps(vars(position)))
     shutil.rmtree(final, ignore_errors=True)
@@ -137,10 +152,30 @@ def find_checkpoint(resume: str, run: Path) -> Path:
     raise UserError(f"--resume {resume}: there is no checkpoint in {given}; start without --resume")
 
 
+def trained_weights(directory: Path) -> Path:
+    """The file of a checkpoint's weights that train."""
+    file = directory / TRAINED_FILE
+    return file if file.is_file() else directory / WEIGHTS_FILE
+
+
+@torch.no_grad()
+def load_trained(directory: Path, model: TwoTower) -> None:
+    """The weights that train, into a model that is there already and may be split over the ranks."""
+    saved = load_file(trained_weights(directory))
+    for name, value in model.clip.state_dict().items():
+        if name not in ("logit_scale", "logit_bias"):  # the loss has them
+            value.copy_(split_like(saved[name], value))
+
+
 def load_checkpoint(
-    directory: Path, loss: ContrastiveLoss, optimizer: Optimizer, scale: LossScale, device: torch.device
+    directory: Path,
+    loss: ContrastiveLoss,
+    optimizer: Optimizer,
+    scale: LossScale,
+    device: torch.device,
+    ema: WeightEMA | None = None,
 ) -> Position:
-    """Restore everything. The weights were loaded with the model; here come optimizer, loss and random state."""
+    """Restore everything but the weights, which were loaded with the model: optimizer, loss, EMA and random state."""
     state: dict[str, Any] = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)
     try:
         loss.load_state_dict(state["loss"])
@@ -150,6 +185,11 @@ def load_checkpoint(
         raise UserError(
             f"{directory} is of another run ({reason}); resume with its own model, loss and data"
         ) from error
+    if ema is not None:
+        if (averaged := state.get("ema")) is not None:
+            ema.load_state_dict(averaged)
+        else:
+            ema.restart()
     if scale.grows:
         scale.value, scale.good_steps = state["scale"]["value"], state["scale"]["good_steps"]
     rank, random = Ranks.current().rank, state["random"]

@@ -1,10 +1,13 @@
 """The training loop: batches in, steps taken, numbers out."""
 
+import contextlib
 import json
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -13,7 +16,8 @@ from leanclip.distributed import LEDGER, Traffic, traffic
 from leanclip.errors import UserError
 from leanclip.evaluation import classify, embed, hardest_negatives, retrieval_metrics, retrieval_panel, summary
 from leanclip.optim import scheduled, set_learning_rate
-from leanclip.training.checkpoint import Position, save_best, save_checkpoint
+from leanclip.training.bad_steps import BadSteps, NotFiniteError, Verdict, advice, diagnosis, write_diagnosis
+from leanclip.training.checkpoint import Position, load_checkpoint, load_trained, save_best, save_checkpoint
 from leanclip.training.health import HealthCheck
 from leanclip.training.histograms import state_histograms
 from leanclip.training.metrics import MetricsLog, finite, memory, to_host
@@ -107,7 +111,11 @@ class _Trainer:
         self.job, self.directory, self.log, self.progress, self.alive = job, directory, log, progress, alive
         self.step, self.samples, self.best = position.step, position.samples, position.best
         self.epoch, self.epoch_step = position.epoch, position.epoch_step
-        self.skipped = 0
+        self.skipped = position.skipped
+        self.bad_steps = BadSteps(job.config.run.max_bad_steps)
+        # A file of OpenCLIP's is nothing to go back to.
+        self.last_checkpoint = job.resume_from if job.resume_from and job.resume_from.is_dir() else None
+        self.went_back_to: Path | None = None
         self.sent: Traffic | None = None
         self.broken = BrokenCount(job.config.data.max_broken)
         self.met: list[tuple[int, dict[str, int], tuple[str, ...]]] = []  # and not counted yet
@@ -126,6 +134,12 @@ class _Trainer:
             for batch in self.batches():
                 job.loss.set_epoch(self.epoch + self.epoch_step / job.loader.steps_per_epoch, job.epochs)
                 result = self.take_step(batch)
+                verdict = self.judge(result)
+                if verdict == "reload":
+                    self.reload()
+                    break
+                if verdict == "stop":
+                    self.stop(result, batch)
                 finished = self.step == job.steps
                 if self.step % run.log_every == 0 or finished:
                     self.report(result)
@@ -133,11 +147,13 @@ class _Trainer:
                     self.evaluate()
                 self.alive()
                 saved = None
-                if finished or (run.save_every and self.step % run.save_every == 0):
+                due = run.save_every and self.step % run.save_every == 0
+                if finished or (due and not self.bad_steps.in_a_row):  # what may be broken is not worth keeping
                     saved = self.save()
                 if finished:
                     break
-            self.epoch, self.epoch_step = self.epoch + 1, 0
+            if self.epoch_step == job.loader.steps_per_epoch:
+                self.epoch, self.epoch_step = self.epoch + 1, 0
         return saved or self.save()
 
     def batches(self) -> Iterator[Batch]:
@@ -173,15 +189,8 @@ class _Trainer:
         LEDGER.clear()
         result = training_step(job.pieces, batch)
         self.skipped += result.skipped
-        if result.skipped:
-            scale = job.pieces.scale
-            advice = (
-                f"the loss scale is now {scale.value:g}" if scale.grows else "lower --lr, or set --grad-clip-norm 1"
-            )
-            self.progress.print(
-                f"warning: step {self.step + 1} was skipped, its gradient is not finite"
-                f" ({self.skipped} so far): {advice}"
-            )
+        if job.ema is not None and not result.skipped:
+            job.ema.update()
         self.step += 1
         self.epoch_step += 1
         self.samples += job.loader.batch
@@ -189,6 +198,67 @@ class _Trainer:
         if job.ranks.size > 1 and not self.sent:
             self.tell_traffic()
         return result
+
+    def judge(self, result: StepResult) -> Verdict:
+        """Whether to go on after a step; says so where it was skipped."""
+        scale = self.job.pieces.scale
+        finite_loss = not result.skipped or math.isfinite(float(result.loss))
+        if result.skipped:
+            remedy = "lower --lr, or set --grad-clip-norm 1"
+            if scale.lowered:
+                remedy = f"the loss scale is now {scale.value:g}"
+            self.progress.print(
+                f"warning: step {self.step} was skipped, its {'gradient' if finite_loss else 'loss'} is not finite"
+                f" ({self.skipped} so far): {remedy}"
+            )
+        excused = result.skipped and scale.lowered and finite_loss
+        can_reload = self.last_checkpoint is not None
+        return self.bad_steps(skipped=result.skipped, excused=excused, can_reload=can_reload)
+
+    def reload(self) -> None:
+        """Go back to the last checkpoint, in this process, on all ranks alike."""
+        job, directory = self.job, self.last_checkpoint
+        assert directory is not None
+        self.went_back_to = directory
+        load_trained(directory, job.model)
+        position = load_checkpoint(directory, job.loss, job.optimizer, job.pieces.scale, job.device, job.ema)
+        self.progress.print(
+            f"warning: steps {self.step - self.bad_steps.limit + 1} to {self.step} were not finite; back to step"
+            f" {position.step}, {directory.name}, once"
+        )
+        self.step, self.samples, self.best = position.step, position.samples, position.best
+        self.epoch, self.epoch_step = position.epoch, position.epoch_step
+        if self.log is not None:
+            self.log.rewind(position.step)
+        self.clock.lap()
+
+    def stop(self, result: StepResult, batch: Batch) -> NoReturn:
+        """Write down what went wrong, and end the run on all ranks alike."""
+        job, pieces = self.job, self.job.pieces
+        facts = {
+            "step": self.step,
+            "epoch": self.epochs_done,
+            "bad_steps_in_a_row": self.bad_steps.limit,
+            "skipped_steps": self.skipped,
+            "went_back_to": None if self.went_back_to is None else str(self.went_back_to),
+            "lr": self.lr,
+            "loss_scale": pieces.scale.value if pieces.scale.grows else None,
+            "grad_clip_norm": pieces.grad_clip_norm,
+        } | to_host({"loss": result.loss, "grad_norm": result.grad_norm} | dict(result.metrics))
+        facts["tau"] = float(job.loss.temperature())
+        found = diagnosis(pieces, batch, result.gradient_norms, facts)
+        path = self.directory.diagnosis
+        if self.log is not None:
+            write_diagnosis(path, found)
+        again = "and there is no checkpoint to go back to"
+        if self.went_back_to is not None:
+            again = f"again after going back to {self.went_back_to.name}"
+        error = NotFiniteError(
+            f"stopped at step {self.step}: loss or gradient was not finite {self.bad_steps.limit} times in a row,"
+            f" {again}; {path} says where: {advice(found)}"
+        )
+        error.told = not job.ranks.first
+        raise error
 
     def tell_traffic(self) -> None:
         """Once a run: what its loss sends in a step, beside what others would."""
@@ -245,16 +315,17 @@ class _Trainer:
         if self.step:
             self.log_state()
         found: dict[str, float] = {}
-        if job.data.val is not None:
-            found |= self.retrieval(job.data.val)
-        if job.zero_shot:
-            found |= self.zero_shot()
-        if not found:
-            return
-        value = found.get(job.config.run.best_metric)
-        if value is not None and self.step > 0 and (self.best is None or value > self.best):
-            self.best = value
-            save_best(self.directory.checkpoints, job.model, job.loss, self.texts())
+        with job.ema.applied() if job.ema is not None else contextlib.nullcontext():
+            if job.data.val is not None:
+                found |= self.retrieval(job.data.val)
+            if job.zero_shot:
+                found |= self.zero_shot()
+            if not found:
+                return
+            value = found.get(job.config.run.best_metric)
+            if value is not None and self.step > 0 and (self.best is None or value > self.best):
+                self.best = value
+                save_best(self.directory.checkpoints, job.model, job.loss, self.texts())
         self.alive()
         self.clock.lap()
 
@@ -266,7 +337,7 @@ class _Trainer:
         )
         metrics = dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text))
         if self.log is not None:
-            self.log.evaluation(step=self.step, epoch=self.epochs_done, name="val", metrics=metrics)
+            self.log_evaluation("val", metrics)
             panel = {
                 "step": self.step,
                 "set": "val",
@@ -275,10 +346,21 @@ class _Trainer:
             }
             write_atomically(self.directory.panel, json.dumps(finite(panel)))
         self.progress.print(
-            f"step {self.step}: held-out recall@10 text-to-image {metrics['text_to_image_recall@10']:.1%}, "
-            f"image-to-text {metrics['image_to_text_recall@10']:.1%} (chance {metrics['chance@10']:.1%})"
+            f"step {self.step}{self.averaged}: held-out recall@10"
+            f" text-to-image {metrics['text_to_image_recall@10']:.1%},"
+            f" image-to-text {metrics['image_to_text_recall@10']:.1%} (chance {metrics['chance@10']:.1%})"
         )
         return metrics
+
+    def log_evaluation(self, name: str, metrics: Mapping[str, float]) -> None:
+        if self.log is not None:
+            weights = None if self.job.ema is None else "ema"
+            self.log.evaluation(step=self.step, epoch=self.epochs_done, name=name, metrics=metrics, weights=weights)
+
+    @property
+    def averaged(self) -> str:
+        """What a line about an evaluation must say of the weights."""
+        return "" if self.job.ema is None else ", averaged weights"
 
     def zero_shot(self) -> dict[str, float]:
         """Accuracy on the labelled sets, and what was taken for what."""
@@ -290,9 +372,8 @@ class _Trainer:
             )  # fmt: skip
             metrics |= {f"{found.name}/{name}": value for name, value in found.metrics().items()}
             sets[found.name] = found.to_json()
-            if self.log is not None:
-                self.log.evaluation(step=self.step, epoch=self.epochs_done, name=found.name, metrics=found.metrics())
-            self.progress.print(f"step {self.step}: {summary(found)}")
+            self.log_evaluation(found.name, found.metrics())
+            self.progress.print(f"step {self.step}{self.averaged}: {summary(found)}")
         if self.log is not None:
             write_atomically(self.directory.zero_shot, json.dumps({"step": self.step, "sets": sets}))
         return metrics
@@ -312,10 +393,13 @@ class _Trainer:
             global_batch=job.loader.batch,
             seconds=self.clock.total(),
             best=self.best,
+            skipped=self.skipped,
         )
-        return save_checkpoint(
-            self.directory.checkpoints, job.model, job.loss, job.optimizer, job.pieces.scale, position, self.texts()
-        )
+        self.last_checkpoint = save_checkpoint(
+            self.directory.checkpoints, job.model, job.loss, job.optimizer, job.pieces.scale, position, self.texts(),
+            job.ema,
+        )  # fmt: skip
+        return self.last_checkpoint
 
     def texts(self) -> dict[str, str]:
         """What lies beside the weights: the model card, which the run gets too, and the configuration."""
@@ -344,6 +428,7 @@ def describe(job: Job, version: str) -> dict[str, object]:
         "micro_batches": job.pieces.parts,
         "steps": job.steps,
         "epochs": config.run.epochs,
+        "ema": config.run.ema,
         "environment": environment(job.device),
         "notes": [job.data.note] if job.data.note else [],
     }

@@ -25,15 +25,27 @@ class MetricsLog:
     """Appends to metrics.jsonl and tells the trackers. `results` holds each set's last evaluation."""
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = (), *, resume_at: int | None = None) -> None:
-        self.trackers = trackers
+        self.path, self.trackers = path, trackers
         self.results: dict[str, Result] = {}
         if resume_at is not None and path.is_file():
-            kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_at]
-            path.write_text("".join(line + "\n" for line in kept))
-            for record in map(json.loads, kept):
-                if record.get("kind") == "eval":
-                    self.results[record["set"]] = Result(record["step"], record["metrics"])
+            self._cut(resume_at)
         self._file = path.open("a")
+
+    def rewind(self, step: int) -> None:
+        """Forget what came after a step, which will be computed again."""
+        self._file.close()
+        self._cut(step)
+        self._file = self.path.open("a")
+        for tracker in self.trackers:
+            tracker.rewind(step)
+
+    def _cut(self, step: int) -> None:
+        kept = [line for line in self.path.read_text().splitlines() if _step(line) <= step]
+        self.path.write_text("".join(line + "\n" for line in kept))
+        self.results.clear()
+        for record in map(json.loads, kept):
+            if record.get("kind") == "eval":
+                self.results[record["set"]] = Result(record["step"], record["metrics"])
 
     def train(self, **values: Any) -> None:
         self._write({"kind": "train"} | values)
@@ -45,8 +57,12 @@ class MetricsLog:
         for tracker in self.trackers:
             tracker.scalars("train", shown, values["step"])
 
-    def evaluation(self, *, step: int, epoch: float, name: str, metrics: Mapping[str, float]) -> None:
-        self._write({"kind": "eval", "step": step, "epoch": epoch, "set": name, "metrics": dict(metrics)})
+    def evaluation(
+        self, *, step: int, epoch: float, name: str, metrics: Mapping[str, float], weights: str | None = None
+    ) -> None:
+        """`weights` says which were evaluated where they are not those that train: "ema"."""
+        of = {} if weights is None else {"weights": weights}
+        self._write({"kind": "eval", "step": step, "epoch": epoch, "set": name} | of | {"metrics": dict(metrics)})
         self.results[name] = Result(step, dict(metrics))
         for tracker in self.trackers:
             tracker.scalars(name, metrics, step)

@@ -20,9 +20,10 @@ from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower, create_model, model_config_of
 from leanclip.optim import create_optimizer, weight_decay_groups
-from leanclip.training.checkpoint import Position, find_checkpoint, load_checkpoint
+from leanclip.training.checkpoint import Position, find_checkpoint, load_checkpoint, trained_weights
 from leanclip.training.config import TrainConfig
 from leanclip.training.defaults import fill, total_steps
+from leanclip.training.ema import WeightEMA
 from leanclip.training.fit import fitting
 from leanclip.training.loss_scale import LossScale
 from leanclip.training.openclip_checkpoint import OpenClipCheckpoint
@@ -49,6 +50,7 @@ class Job:
     steps: int
     position: Position  # where it starts
     resume_from: Path | None
+    ema: WeightEMA | None = None
     taken: str | None = None  # of a checkpoint of OpenCLIP's
     zero_shot: tuple[tuple[LabelledSet, Prompts], ...] = ()  # classified at each evaluation
 
@@ -141,7 +143,10 @@ def set_up(config: TrainConfig) -> Job:
         torch.set_num_threads(max(1, min(torch.get_num_threads(), cores - config.data.workers)))
 
     torch.manual_seed(run.seed)
-    start = config.model if resume_from is None else replace(config.model, pretrained=str(resume_from))
+    start = config.model
+    if resume_from is not None:
+        weights = trained_weights(resume_from) if resume_from.is_dir() else resume_from
+        start = replace(start, pretrained=str(weights))
     double = run.precision == "fp64"
     model = create_model(start, siglip=run.loss == "siglip", double=double)
     config = replace(config, loss=_starting_temperature(config, model))
@@ -170,6 +175,7 @@ def set_up(config: TrainConfig) -> Job:
         split=config.parallel.fsdp,
     )
     model, towers = _over_ranks(model, config, ranks, device)
+    ema = None if run.ema is None else WeightEMA(model, run.ema)
     assert optim.wd is not None
     optimizer = create_optimizer(optim, [*weight_decay_groups(model, optim.wd), *loss.param_groups()])
     loader = TrainingLoader(
@@ -214,7 +220,7 @@ def set_up(config: TrainConfig) -> Job:
         if position.step >= steps:
             raise UserError(f"{resume_from} ends where this run does, at step {steps} or later; raise --epochs")
     elif resume_from is not None:
-        position = load_checkpoint(resume_from, loss, optimizer, pieces.scale, device)
+        position = load_checkpoint(resume_from, loss, optimizer, pieces.scale, device, ema)
         if position.global_batch != batch:
             raise UserError(f"the run has a global batch of {position.global_batch}, not {batch}; resume with that")
         if manifest is not None and isinstance(loss, GlobalContrastiveLoss):
@@ -222,7 +228,7 @@ def set_up(config: TrainConfig) -> Job:
     return Job(
         config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, pieces=pieces,
         ranks=ranks, loader=loader, steps=steps, position=position, resume_from=resume_from, taken=taken,
-        zero_shot=zero_shot,
+        zero_shot=zero_shot, ema=ema,
     )  # fmt: skip
 
 
