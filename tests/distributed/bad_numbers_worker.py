@@ -37,8 +37,8 @@ def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, **settings):
     seen = dict.fromkeys(bad, 0)
     honest = TrainingLoader.epoch
 
-    def epoch(self, number, *, start=0):
-        for at, batch in enumerate(honest(self, number, start=start), start + 1):
+    def poisoned(self, epoch, *, start=0):
+        for at, batch in enumerate(honest(self, epoch, start=start), start + 1):
             images = batch.images.float() / 255
             if at in seen and seen[at] < times:
                 seen[at] += 1
@@ -57,7 +57,7 @@ def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, **settings):
 
     history = [tensors()]
     said = (0, "")
-    TrainingLoader.epoch = epoch
+    TrainingLoader.epoch = poisoned
     try:
         train(job, directory, Console(quiet=True), lambda: history.append(tensors()))
     except NotFiniteError as error:

@@ -74,7 +74,9 @@ def test_persistent_bad_steps_reload_once_then_stop_with_a_diagnosis(size, setti
     assert told["weights_not_finite"] == []
 
 
-@pytest.mark.parametrize(("size", "settings"), [(1, {}), (2, {"on": 1})])
+@pytest.mark.parametrize(
+    ("size", "settings"), [(1, {}), pytest.param(2, {"on": 1, "fsdp": True}, marks=pytest.mark.slow)]
+)
 def test_a_fault_that_passes_leaves_no_trace(size, settings, tmp_path):
     """After going back the run is the one that never met it, bit for bit."""
     settings = settings | {"save_every": 3, "ema": 0.9}

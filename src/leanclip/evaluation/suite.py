@@ -117,7 +117,8 @@ def _run_one(
         done = subprocess.run(
             command,
             cwd=folder,
-            env=os.environ | _visible(device),
+            env=os.environ | _visible(device) | {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"},
+            stdin=subprocess.DEVNULL,  # transformers would ask whether to run a repository's code
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE if quiet else None,
             text=True,

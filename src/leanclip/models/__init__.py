@@ -14,6 +14,7 @@ from leanclip.models.two_tower import (
     model_config_of,
     prompt_templates,
 )
+from leanclip.models.untrusted import read_torch_file
 
 __all__ = [
     "CONFIG_FILE",
@@ -28,4 +29,5 @@ __all__ = [
     "load_model",
     "model_config_of",
     "prompt_templates",
+    "read_torch_file",
 ]

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from leanclip.distributed import Ranks, split_like, whole
 from leanclip.errors import UserError
 from leanclip.losses import ContrastiveLoss
-from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, TwoTower
+from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, TwoTower, read_torch_file
 from leanclip.training.ema import WeightEMA
 from leanclip.training.loss_scale import LossScale
 
@@ -176,7 +176,7 @@ def load_checkpoint(
     ema: WeightEMA | None = None,
 ) -> Position:
     """Restore everything but the weights, which were loaded with the model: optimizer, loss, EMA and random state."""
-    state: dict[str, Any] = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = read_torch_file(directory / STATE_FILE)
     try:
         loss.load_state_dict(state["loss"])
         optimizer.load_state_dict(split_over_ranks(state["optimizer"], optimizer))
