@@ -382,6 +382,25 @@ def test_texts_of_a_folder_may_not_be_links_to_elsewhere(tmp_path):
         Folder(folder)
 
 
+def test_a_parquet_file_names_no_pictures_outside_its_folder(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    from leanclip.data.parquet import Parquet
+
+    (tmp_path / "private.jpg").write_bytes(picture(1))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "own.jpg").write_bytes(picture(2))
+    named = [str(tmp_path / "private.jpg"), "../private.jpg", "own.jpg"]
+    rows = [{"image": {"bytes": None, "path": name}, "caption": "a picture"} for name in named]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data" / "train.parquet")
+    found = Parquet(tmp_path / "data" / "train.parquet")
+    for number in (0, 1):
+        with pytest.raises(BrokenSample, match="only name files below"):
+            found.image_bytes(number)
+    assert found.image_bytes(2) == picture(2)
+
+
 EVIL = "</script><script>alert(1)</script>\"'`><img src=x onerror=alert(2)>{{ 7 * 7 }}&amp;"
 
 
