@@ -101,6 +101,9 @@ def test_what_is_evaluated_is_what_is_kept(run, tmp_path):
     command("evaluate", run, "--json", tmp_path / "figures.json", "--device", "cpu")
     figures = json.loads((tmp_path / "figures.json").read_text())["sets"]
     assert figures["val"]["metrics"] == pytest.approx(evaluated[-1]["metrics"], abs=1e-6)
+    assert "averaged, decay 0.9" in (run / "README.md").read_text()
+    command("report", run)
+    assert "averaged, decay 0.9" in (run / "report.html").read_text()
     kept = files(run / "checkpoints/last")
     averaged = [name.removeprefix("ema ") for name in kept if name.startswith("ema ") and name != "ema updates"]
     for name in averaged:
