@@ -118,9 +118,9 @@ def _rank(arguments, rank, size, port, output, environment):
     sys.stdout = sys.stderr = stream
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in a process that nobody forked
-    from leanclip.cli import main
-
     import faulthandler
+
+    from leanclip.cli import main
 
     faulthandler.enable(stream)
     main(arguments)

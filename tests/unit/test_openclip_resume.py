@@ -137,17 +137,17 @@ def test_a_file_saved_by_several_processes_and_with_a_loss_scale(begun, tmp_path
     more = ["--resume", str(tmp_path / "epoch_2.pt"), "--loss", "infonce", "--precision", "amp"]
     job = set_up_job(begun, tmp_path, *more)
     assert (job.pieces.scale.value, job.pieces.scale.good_steps) == (1024.0, 17)
-    assert job.taken is not None and "74 of 74 parameters, the loss scale" in job.taken
+    assert "74 of 74 parameters, the loss scale" in " ".join(job.notes)
     assert float(job.loss.temperature().log()) == pytest.approx(-3.5)
     assert torch.equal(job.model.clip.ln_final.weight, saved["state_dict"]["module.ln_final.weight"])
 
 
 def test_state_that_does_not_fit_is_left(begun, tmp_path):
     locked = set_up_job(begun, tmp_path, "--lock-text", "--loss", "infonce")
-    assert locked.taken is not None and "not the optimizer's state, which does not fit" in locked.taken
+    assert "not the optimizer's state, which does not fit" in " ".join(locked.notes)
     assert locked.optimizer.state_dict()["state"] == {}
     other = set_up_job(begun, tmp_path, "--opt", "lamb", "--loss", "infonce")
-    assert other.taken is not None and "does not fit" in other.taken
+    assert "does not fit" in " ".join(other.notes)
 
 
 def test_what_cannot_go_on_is_explained(begun, tmp_path, capsys):

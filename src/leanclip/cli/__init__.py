@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
     except UserError as error:
         if not error.told:
             print(f"leanclip: {_rank()}{error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("leanclip: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -207,8 +207,9 @@ def evaluate(command: EvaluateCommand, candidate: Candidate, sets: Sets, console
     results: list[SetResult] = []
     device = device_of(command.device)
     shown = Ranks.current().first
+    model = candidate.load()  # for the suite alone, too: what is refused here must not reach it
     if sets.retrieval or sets.zero_shot:
-        model = candidate.load().to(device).eval()
+        model = model.to(device).eval()
         for name, subset in sets.retrieval.items():
             results.append(retrieve(command, model, name, subset, shown))
         cache = ClassifierCache(model, precision=command.precision) if sets.zero_shot else None
@@ -228,7 +229,7 @@ def evaluate(command: EvaluateCommand, candidate: Candidate, sets: Sets, console
                 SetResult(name=found.name, kind="zero-shot", metrics=found.metrics(), classified=found,
                           notes=_left_out(found.name, found.broken))
             )  # fmt: skip
-        del model
+    del model
     if sets.suite:
         results += run_suite(
             sets.suite,

@@ -15,6 +15,7 @@ from leanclip.errors import UserError
 from leanclip.inference import find_model, load_model
 from leanclip.models import ModelConfig, TwoTower, create_model
 from leanclip.models.export import TOLERANCE, Exported, export_open_clip, export_transformers
+from leanclip.training.model_card import one_line
 
 DESCRIPTION = """Write a trained model for other libraries, read it back and compare its embeddings before saying so.
 
@@ -98,7 +99,7 @@ def _run_of(source: Path) -> dict[str, Any]:
 
 def model_card(model: TwoTower, run: dict[str, Any], name: str) -> str:
     """README.md of an exported model: what it is, how it was trained, how it is used."""
-    title = str(run.get("name") or name)
+    title = one_line(run.get("name") or name)
     size = model.preprocess.size
     facts = {
         "architecture": Path(run["model"]).name.removesuffix(".json") if "model" in run else None,
@@ -112,7 +113,7 @@ def model_card(model: TwoTower, run: dict[str, Any], name: str) -> str:
         "context length": model.config["text_cfg"].get("context_length", 77),
         "temperature": f"{model.temperature():.4f}",
     }
-    rows = [f"| {key} | {value} |" for key, value in facts.items() if value is not None]
+    rows = [f"| {key} | {one_line(value)} |" for key, value in facts.items() if value is not None]
     evaluation = run.get("evaluation")
     figures = []
     if evaluation:
@@ -124,10 +125,12 @@ def model_card(model: TwoTower, run: dict[str, Any], name: str) -> str:
         ]
         figures += ["| | |", "|---|---|"]
         figures += [
-            f"| {key.replace('_', ' ')} | {value:.1%} |" for key, value in evaluation["metrics"].items() if "@" in key
+            f"| {one_line(key.replace('_', ' '))} | {value:.1%} |"
+            for key, value in evaluation["metrics"].items()
+            if "@" in key
         ]
         figures += [""]
-    notes = [f"{note}\n" for note in run.get("notes", ())]
+    notes = [f"{one_line(note)}\n" for note in run.get("notes", ())]
     return "\n".join(
         [
             "---",
@@ -140,7 +143,7 @@ def model_card(model: TwoTower, run: dict[str, Any], name: str) -> str:
             "",
             f"# {title}",
             "",
-            f"A CLIP model, trained with leanclip {run.get('version', __version__)}.",
+            f"A CLIP model, trained with leanclip {one_line(run.get('version', __version__))}.",
             "",
             "| | |",
             "|---|---|",

@@ -37,6 +37,8 @@ class Folder(Packable):
             inside = Path(folder).relative_to(self.path)
             for file in sorted(files):
                 if file in LISTS:
+                    if not self._inside(Path(folder) / file):
+                        raise UserError(f"{Path(folder) / file} is a link that leads out of {self.path}; remove it")
                     for name, captions in _read_list(Path(folder) / file):
                         self._listed.setdefault(str(inside / name), []).extend(captions)
                 elif Path(file).suffix.lower() in IMAGE_SUFFIXES:
@@ -61,13 +63,20 @@ class Folder(Packable):
         name = self._names[index]
         if name in self._listed:
             return whole_captions(self._listed[name], self.name(index))
+        file = (self.path / name).with_suffix(".txt")
+        if not self._inside(file):
+            raise BrokenSample("escaping path", f"the caption of {self.name(index)} is a link that leads out of it")
         try:
-            text = (self.path / name).with_suffix(".txt").read_bytes().decode("utf-8")
+            text = file.read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
             raise BrokenSample("encoding", f"the caption of {self.name(index)} is not UTF-8") from error
         except OSError as error:
             raise BrokenSample("no caption", f"{self.name(index)} has no .txt and is in no list") from error
         return whole_captions([text], self.name(index))
+
+    def _inside(self, file: Path) -> bool:
+        """Whether a text lies where it seems to: one of a downloaded folder may be a link to somebody's secrets."""
+        return not file.is_symlink() or file.resolve().is_relative_to(self.path.resolve())
 
     def name(self, index: int) -> str:
         return f"{self._names[index]} in {self.path}"

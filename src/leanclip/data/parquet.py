@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from leanclip.data.packable import Packable, file_identity, read_image, whole_captions
+from leanclip.data.packable import Packable, file_identity, read_image, refuse_outside, whole_captions
 from leanclip.data.source import BrokenSample
 from leanclip.errors import UserError
 
@@ -63,6 +63,7 @@ class Parquet(Packable):
             image, path = None, image
         if image:
             return bytes(image)
+        refuse_outside(path or "", self.name(index))
         return read_image(self.paths[self._place(index)[0]].parent, path or "", self.name(index))
 
     def captions(self, index: int) -> list[str]:

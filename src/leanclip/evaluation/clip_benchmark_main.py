@@ -1,7 +1,8 @@
 """CLIP_benchmark's own command line, started as `python -m leanclip.evaluation.clip_benchmark_main eval ...`.
 
 The only module that imports clip_benchmark. Of its version 1.6.2 one function is replaced: its `accuracy` turns an
-array of one element into a float in a way that NumPy refuses from 2.4 on.
+array of one element into a float in a way that NumPy refuses from 2.4 on. And webdataset forgets how to read what
+could run code, in this process and, because this stands at the top, in those that it starts.
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,12 @@ from collections.abc import Sequence
 from clip_benchmark import cli
 from clip_benchmark.metrics import zeroshot_classification
 from torch import Tensor
+from webdataset import autodecode
+
+PLAIN = ("txt", "text", "transcript", "cls", "cls2", "index", "inx", "id", "json", "jsn", "npy")
+
+for _ending in set(autodecode.decoders) - set(PLAIN):  # pickles among them; their bytes stay bytes
+    del autodecode.decoders[_ending]
 
 
 def accuracy(output: Tensor, target: Tensor, topk: Sequence[int] = (1,)) -> list[float]:

@@ -117,7 +117,8 @@ def _run_one(
         done = subprocess.run(
             command,
             cwd=folder,
-            env=os.environ | _visible(device),
+            env=_weights_only(os.environ) | _visible(device),
+            stdin=subprocess.DEVNULL,  # transformers would ask whether to run a repository's code
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE if quiet else None,
             text=True,
@@ -161,6 +162,12 @@ def _visible(device: torch.device) -> dict[str, str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     number = torch.cuda.current_device() if device.index is None else device.index
     return {"CUDA_VISIBLE_DEVICES": given.split(",")[number] if given else str(number)}
+
+
+def _weights_only(environment: Mapping[str, str]) -> dict[str, str]:
+    """Wherever it loads a file of torch's without saying how."""
+    kept = {name: value for name, value in environment.items() if name != "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"}
+    return kept | {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
 
 
 def _is_web_dataset(path: Path) -> bool:

@@ -15,6 +15,7 @@ from leanclip.models.two_tower import (
     prompt_templates,
     with_temperature,
 )
+from leanclip.models.untrusted import read_torch_file
 
 __all__ = [
     "CONFIG_FILE",
@@ -29,5 +30,6 @@ __all__ = [
     "load_model",
     "model_config_of",
     "prompt_templates",
+    "read_torch_file",
     "with_temperature",
 ]

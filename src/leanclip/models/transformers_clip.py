@@ -197,6 +197,11 @@ def _unit(features: Any) -> Tensor:
     return torch.nn.functional.normalize(pooled, dim=-1)
 
 
+def never_run_code() -> None:
+    """transformers asks on the terminal whether to run the code of a repository that has some. The answer is no."""
+    _transformers().dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+
+
 def _transformers() -> Any:
     try:
         import transformers

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from leanclip.errors import UserError
 from leanclip.models.config import ModelConfig
+from leanclip.models.untrusted import check_architecture, check_weights, without_code
 
 WEIGHTS_FILE = "open_clip_model.safetensors"  # the two names that open_clip looks for in a `local-dir:`
 CONFIG_FILE = "open_clip_config.json"
@@ -161,8 +162,12 @@ def create_model(config: ModelConfig, *, siglip: bool = False, double: bool = Fa
 
 def load_model(directory: Path) -> TwoTower:
     """The model saved in a checkpoint directory."""
-    saved = json.loads((directory / CONFIG_FILE).read_text())
-    return _build(str(directory), saved["model_cfg"], directory / WEIGHTS_FILE, saved["preprocess_cfg"])
+    try:
+        saved = json.loads((directory / CONFIG_FILE).read_text())
+        config, preprocess = dict(saved["model_cfg"]), dict(saved["preprocess_cfg"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{directory / CONFIG_FILE} does not describe a model ({type(error).__name__})") from error
+    return _build(str(directory), config, directory / WEIGHTS_FILE, preprocess)
 
 
 def model_from_file(config: dict[str, Any], weights: Path, preprocess: dict[str, Any]) -> TwoTower:
@@ -216,8 +221,8 @@ def create_tokenizer(model: str) -> Any:
     with _registered(model_config_of(model)[1]) as registered:
         try:
             return open_clip.get_tokenizer(registered)
-        except OSError as error:  # a tokenizer of the hub that is neither here nor within reach
-            raise UserError(f"cannot load the tokenizer of {model} ({str(error).splitlines()[0]})") from error
+        except (OSError, ValueError) as error:  # of the hub, and neither here nor within reach
+            raise UserError(f"cannot load the tokenizer of {model}: {without_code(error)}") from error
 
 
 def prompt_templates(name: str) -> tuple[str, ...]:
@@ -284,8 +289,11 @@ def _build(
     name: str, config: dict[str, Any], weights: Path | None, preprocess: dict[str, Any], *, double: bool = False
 ) -> TwoTower:
     with _registered(config) as registered:
-        clip = open_clip.create_model(registered, force_preprocess_cfg=preprocess, pretrained_text=False)
-        tokenizer = open_clip.get_tokenizer(registered)
+        try:
+            clip = open_clip.create_model(registered, force_preprocess_cfg=preprocess, pretrained_text=False)
+            tokenizer = open_clip.get_tokenizer(registered)
+        except (OSError, ValueError) as error:  # transformers' own: something is missing, or wants to run code
+            raise UserError(f"cannot build {name}: {without_code(error)}") from error
     if double:
         clip = clip.double()
     if weights is not None:
@@ -296,6 +304,11 @@ def _build(
 @contextmanager
 def _registered(config: dict[str, Any]) -> Iterator[str]:
     """open_clip finds architectures by registered name only, so the config is registered for the moment."""
+    check_architecture(config, "the model's config")
+    if "hf_model_name" in config["text_cfg"] or "hf_tokenizer_name" in config["text_cfg"]:
+        from leanclip.models.transformers_clip import never_run_code
+
+        never_run_code()
     registered = "leanclip-current"
     open_clip.factory._MODEL_CONFIGS[registered] = config
     root = logging.getLogger()
@@ -309,6 +322,7 @@ def _registered(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _load_weights(clip: Any, path: Path, name: str) -> None:
+    check_weights(path)
     try:
         open_clip.load_checkpoint(clip, str(path), weights_only=True)
     except Exception as error:  # whatever the many formats raise, the remedy is the same

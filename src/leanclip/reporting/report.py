@@ -162,6 +162,7 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
         "Training samples": content.count(info.get("train_samples")),
         "Global batch": content.count(info.get("global_batch")),
         "Epochs": content.plain(number(info.get("epochs"))),
+        "Weights": f"averaged, decay {content.plain(number(info['ema']))}" if info.get("ema") else "",
         "Started": content.moment(info["started"]) if info.get("started") else "",
     }
     return [(name, text) for name, text in texts.items() if text not in ("", content.DASH)]

@@ -5,6 +5,7 @@ step_00001000/
   state.json                   where the run stands, and what it trains
   open_clip_model.safetensors  the weights alone, in one file that other tools load
   open_clip_config.json        their architecture
+  trained.safetensors          with --ema, whose averages are the weights above: those that train
   hashes.json                  of the files above
   README.md, config.toml       the model card and the configuration
 """
@@ -25,7 +26,7 @@ from torch import Tensor
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, with_temperature
-from leanclip.training.state import EXPORT, MODEL, RunState
+from leanclip.training.state import EMA, EXPORT, MODEL, RunState
 from leanclip.training.storage import (
     CheckpointException,
     Staging,
@@ -38,6 +39,7 @@ from leanclip.training.storage import (
 
 FORMAT = 1
 STATE_FILE = "state.json"
+TRAINED_FILE = "trained.safetensors"  # with an EMA, whose weights are the model's: those that train
 TENSORS = "state"
 BEST, LAST = "best", "last"
 
@@ -165,10 +167,12 @@ class Checkpoints:
     def _complete(self, temporary: Path, request: _Request) -> None:
         """The files that one process writes, the list of all, and the final name."""
         stored, tower = StoredTensors.open(temporary / TENSORS), MODEL + "clip."
-        found = stored.read([name for name in stored.shapes if name.startswith((tower, EXPORT))])
-        weights = {name.removeprefix(tower): value for name, value in found.items() if name.startswith(tower)}
-        tau, bias = found[f"{EXPORT}temperature"], found.get(f"{EXPORT}bias")
-        save_file(with_temperature(weights, tau, bias), temporary / WEIGHTS_FILE)
+        found = stored.read([name for name in stored.shapes if name.startswith((tower, EMA, EXPORT))])
+        weights, averages = _under(tower, found), _under(EMA, found)
+        weights = with_temperature(weights, found[f"{EXPORT}temperature"], found.get(f"{EXPORT}bias"))
+        save_file(weights | averages, temporary / WEIGHTS_FILE)
+        if averages:
+            save_file(weights, temporary / TRAINED_FILE)
         (temporary / CONFIG_FILE).write_text(json.dumps(self._config, indent=1))
         for name, text in request.beside.items():
             (temporary / name).write_text(text, encoding="utf-8")
@@ -237,6 +241,10 @@ def tidy(checkpoints: Path) -> None:
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
 def _make_anew(directory: Path) -> None:
     if directory.exists():
         shutil.rmtree(directory)
@@ -246,8 +254,9 @@ def _make_anew(directory: Path) -> None:
 def _copy_model(source: Path, target: Path, beside: Mapping[str, str]) -> None:
     """The weights with what lies beside them, without the state of the run."""
     _make_anew(target)
-    for name in (WEIGHTS_FILE, CONFIG_FILE, *beside):
-        shutil.copyfile(source / name, target / name)
+    for name in (WEIGHTS_FILE, TRAINED_FILE, CONFIG_FILE, *beside):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
     write_hashes(target, unlisted=tuple(beside))
 
 

@@ -75,6 +75,12 @@ class RunConfig:
     do the same."""
     best_metric: str = "text_to_image_recall@10"
     """The checkpoint with the highest value of this is kept as checkpoints/best. Of a zero-shot set: NAME/top1."""
+    ema: float | None = None
+    """Also keep a running average of the weights with this decay, such as 0.9999: what is evaluated and exported.
+    The decay starts lower and rises to this. Default: off."""
+    max_bad_steps: int = 10
+    """Steps in a row whose loss or gradient is not finite (each is skipped) before the run goes back to its last
+    checkpoint, once, and the next time stops and writes diagnosis.json."""
     report_to: str = "tensorboard"
     """Who shows the numbers of metrics.jsonl: tensorboard, wandb, both with a comma between (or all), or none."""
     wandb_project_name: str = "leanclip"
@@ -91,7 +97,7 @@ class RunConfig:
     """Replace a run of the same name."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "max_steps", "log_every", "keep_every"):
+        for name in ("epochs", "max_steps", "log_every", "keep_every", "max_bad_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
@@ -115,6 +121,8 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} is {value}; it must be 0 or more")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema is {self.ema}; give a decay in (0, 1), such as 0.9999")
         tracker_names(self.report_to)
         if self.resume is not None and self.overwrite:
             raise ValueError("--resume goes on with a run, --overwrite replaces it; give one")

@@ -1,12 +1,13 @@
 """The training loop: batches in, steps taken, numbers out."""
 
 import json
+import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from rich.console import Console
 
@@ -15,13 +16,14 @@ from leanclip.distributed import LEDGER, Traffic, traffic
 from leanclip.errors import UserError
 from leanclip.evaluation import classify, embed, hardest_negatives, retrieval_metrics, retrieval_panel, summary
 from leanclip.optim import scheduled, set_learning_rate
-from leanclip.training.checkpoint import Checkpoints, Position
+from leanclip.training.bad_steps import BadSteps, NotFiniteError, Verdict, advice, diagnosis, write_diagnosis
+from leanclip.training.checkpoint import Checkpoints, Position, step_directories
 from leanclip.training.health import HealthCheck
 from leanclip.training.histograms import state_histograms
 from leanclip.training.metrics import MetricsLog, finite, memory, to_host
 from leanclip.training.model_card import model_card
 from leanclip.training.progress import TrainingProgress
-from leanclip.training.resume import settings
+from leanclip.training.resume import LATEST, SavedRun, find_saved, settings
 from leanclip.training.run_directory import CARD_FILE, RunDirectory, environment, write_atomically
 from leanclip.training.setup import Job
 from leanclip.training.step import StepResult, training_step
@@ -135,14 +137,20 @@ class _Trainer:
             stop_on_error=run.stop_on_save_error,
             tell=progress.print,
         )
+        self.start_at(position)
+        self.bad_steps = BadSteps(run.max_bad_steps)
+        self.went_back_to: Path | None = None
+        self.sent: Traffic | None = None
+        self.clock = _Clock(time.perf_counter(), before=position.seconds)
+        self.health = HealthCheck(job.config, batch=job.loader.batch)
+
+    def start_at(self, position: Position) -> None:
+        """Take up the counts of a checkpoint."""
         self.step, self.samples, self.best = position.step, position.samples, position.best
         self.epoch, self.epoch_step = position.epoch, position.epoch_step
         self.skipped = position.skipped
-        self.sent: Traffic | None = None
-        self.broken = BrokenCount(job.config.data.max_broken, seen=position.seen, kinds=position.broken)
+        self.broken = BrokenCount(self.job.config.data.max_broken, seen=position.seen, kinds=position.broken)
         self.met: list[tuple[int, dict[str, int], tuple[str, ...]]] = []  # and not counted yet
-        self.clock = _Clock(time.perf_counter(), before=position.seconds)
-        self.health = HealthCheck(job.config, batch=job.loader.batch)
 
     def run_and_settle(self) -> Ending:
         try:
@@ -164,6 +172,11 @@ class _Trainer:
             for batch in self.batches():
                 job.loss.set_epoch(self.epoch + self.epoch_step / job.loader.steps_per_epoch, job.epochs)
                 result = self.take_step(batch)
+                verdict = self.judge(result)
+                if verdict == "reload" and self.reload():
+                    break
+                if verdict != "go on":
+                    self.give_up(result, batch)
                 finished = self.step == job.steps
                 if self.step % run.log_every == 0 or finished:
                     self.report(result)
@@ -171,13 +184,15 @@ class _Trainer:
                 best = self.evaluate() if evaluated else False
                 self.alive()
                 stopped = None if finished else self.stop.after(self.step)
-                full = finished or stopped or (run.save_every and self.step % run.save_every == 0)
+                due = run.save_every and self.step % run.save_every == 0
+                full = finished or stopped or (due and not self.bad_steps.in_a_row)  # what may be broken is not kept
                 if full or best:
                     self.count_broken()
                     self.checkpoints.save(self.position(), self.texts(), full=bool(full), best=best)
                 if finished or stopped:
                     return Ending(self.checkpoints.finish_last(), stopped)
-            self.epoch, self.epoch_step = self.epoch + 1, 0
+            if self.epoch_step == job.loader.steps_per_epoch:
+                self.epoch, self.epoch_step = self.epoch + 1, 0
         raise AssertionError("a loop that only returns")
 
     def batches(self) -> Iterator[Batch]:
@@ -213,15 +228,8 @@ class _Trainer:
         LEDGER.clear()
         result = training_step(job.pieces, batch)
         self.skipped += result.skipped
-        if result.skipped:
-            scale = job.pieces.scale
-            advice = (
-                f"the loss scale is now {scale.value:g}" if scale.grows else "lower --lr, or set --grad-clip-norm 1"
-            )
-            self.progress.print(
-                f"warning: step {self.step + 1} was skipped, its gradient is not finite"
-                f" ({self.skipped} so far): {advice}"
-            )
+        if job.ema is not None and not result.skipped:
+            job.ema.update()
         self.step += 1
         self.epoch_step += 1
         self.samples += job.loader.batch
@@ -229,6 +237,78 @@ class _Trainer:
         if job.ranks.size > 1 and not self.sent:
             self.tell_traffic()
         return result
+
+    def judge(self, result: StepResult) -> Verdict:
+        """Whether to go on after a step; says so where it was skipped."""
+        scale = self.job.pieces.scale
+        finite_loss = not result.skipped or math.isfinite(float(result.loss))
+        if result.skipped:
+            remedy = "lower --lr, or set --grad-clip-norm 1"
+            if scale.lowered:
+                remedy = f"the loss scale is now {scale.value:g}"
+            self.progress.print(
+                f"warning: step {self.step} was skipped, its {'gradient' if finite_loss else 'loss'} is not finite"
+                f" ({self.skipped} so far): {remedy}"
+            )
+        excused = result.skipped and scale.lowered and finite_loss
+        return self.bad_steps(skipped=result.skipped, excused=excused)
+
+    def reload(self) -> bool:
+        """Go back to the newest checkpoint, in this process, on all ranks alike. Says whether there is one."""
+        job = self.job
+        self.checkpoints.finish()
+        found = job.ranks.once(self.newest_checkpoint)
+        if found is None:
+            return False
+        saved = SavedRun.open(Path(found))
+        saved.load(job.state, job.group, reset_loss=False)
+        self.went_back_to = saved.path
+        self.progress.print(
+            f"warning: steps {self.step - self.bad_steps.limit + 1} to {self.step} were not finite; back to step"
+            f" {saved.position.step}, {saved.path.name}, once"
+        )
+        skipped = self.skipped
+        self.start_at(saved.position)
+        self.skipped = skipped
+        if self.log is not None:
+            self.log.rewind(self.step)
+        self.clock.lap()
+        return True
+
+    def newest_checkpoint(self) -> str | None:
+        """Of this run, or what it was resumed from; a file of OpenCLIP's is nothing to go back to."""
+        if step_directories(self.directory.checkpoints):
+            return str(find_saved(LATEST, self.directory.path)[0])
+        began = self.job.resume_from
+        return str(began) if began is not None and began.is_dir() else None
+
+    def give_up(self, result: StepResult, batch: Batch) -> NoReturn:
+        """Write down what went wrong, and end the run on all ranks alike."""
+        job, pieces = self.job, self.job.pieces
+        facts = {
+            "step": self.step,
+            "epoch": self.epochs_done,
+            "bad_steps_in_a_row": self.bad_steps.limit,
+            "skipped_steps": self.skipped,
+            "went_back_to": None if self.went_back_to is None else str(self.went_back_to),
+            "lr": self.lr,
+            "loss_scale": pieces.scale.value if pieces.scale.grows else None,
+            "grad_clip_norm": pieces.grad_clip_norm,
+        } | to_host({"loss": result.loss, "grad_norm": result.grad_norm} | dict(result.metrics))
+        facts["tau"] = float(job.loss.temperature())
+        found = diagnosis(pieces, batch, result.gradient_norms, facts)
+        path = self.directory.diagnosis
+        if self.log is not None:
+            write_diagnosis(path, found)
+        again = "and there is no checkpoint to go back to"
+        if self.went_back_to is not None:
+            again = f"again after going back to {self.went_back_to.name}"
+        error = NotFiniteError(
+            f"stopped at step {self.step}: loss or gradient was not finite {self.bad_steps.limit} times in a row,"
+            f" {again}; {path} says where: {advice(found)}"
+        )
+        error.told = not job.ranks.first
+        raise error
 
     def tell_traffic(self) -> None:
         """Once a run: what its loss sends in a step, beside what others would."""
@@ -286,10 +366,11 @@ class _Trainer:
         if self.step:
             self.log_state()
         found: dict[str, float] = {}
-        if job.data.val is not None:
-            found |= self.retrieval(job.data.val)
-        if job.zero_shot:
-            found |= self.zero_shot()
+        with nullcontext() if job.ema is None else job.ema.applied():
+            if job.data.val is not None:
+                found |= self.retrieval(job.data.val)
+            if job.zero_shot:
+                found |= self.zero_shot()
         value = found.get(job.config.run.best_metric)
         best = value is not None and self.step > 0 and (self.best is None or value > self.best)
         self.best = value if best else self.best
@@ -305,7 +386,7 @@ class _Trainer:
         )
         metrics = dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text))
         if self.log is not None:
-            self.log.evaluation(step=self.step, epoch=self.epochs_done, name="val", metrics=metrics)
+            self.log_evaluation("val", metrics)
             panel = {
                 "step": self.step,
                 "set": "val",
@@ -314,10 +395,21 @@ class _Trainer:
             }
             self.write(self.directory.panel, json.dumps(finite(panel)))
         self.progress.print(
-            f"step {self.step}: held-out recall@10 text-to-image {metrics['text_to_image_recall@10']:.1%}, "
-            f"image-to-text {metrics['image_to_text_recall@10']:.1%} (chance {metrics['chance@10']:.1%})"
+            f"step {self.step}{self.averaged}: held-out recall@10"
+            f" text-to-image {metrics['text_to_image_recall@10']:.1%},"
+            f" image-to-text {metrics['image_to_text_recall@10']:.1%} (chance {metrics['chance@10']:.1%})"
         )
         return metrics
+
+    def log_evaluation(self, name: str, metrics: Mapping[str, float]) -> None:
+        if self.log is not None:
+            weights = None if self.job.ema is None else "ema"
+            self.log.evaluation(step=self.step, epoch=self.epochs_done, name=name, metrics=metrics, weights=weights)
+
+    @property
+    def averaged(self) -> str:
+        """What a line about an evaluation must say of the weights."""
+        return "" if self.job.ema is None else ", averaged weights"
 
     def zero_shot(self) -> dict[str, float]:
         """Accuracy on the labelled sets, and what was taken for what."""
@@ -329,9 +421,8 @@ class _Trainer:
             )  # fmt: skip
             metrics |= {f"{found.name}/{name}": value for name, value in found.metrics().items()}
             sets[found.name] = found.to_json()
-            if self.log is not None:
-                self.log.evaluation(step=self.step, epoch=self.epochs_done, name=found.name, metrics=found.metrics())
-            self.progress.print(f"step {self.step}: {summary(found)}")
+            self.log_evaluation(found.name, found.metrics())
+            self.progress.print(f"step {self.step}{self.averaged}: {summary(found)}")
         if self.log is not None:
             self.write(self.directory.zero_shot, json.dumps({"step": self.step, "sets": sets}))
         return metrics
@@ -388,6 +479,7 @@ def describe(job: Job, version: str) -> dict[str, object]:
         "micro_batches": job.pieces.parts,
         "steps": job.steps,
         "epochs": config.run.epochs,
+        "ema": config.run.ema,
         "environment": environment(job.device),
         "notes": [job.data.note] if job.data.note else [],
     }

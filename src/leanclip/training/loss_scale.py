@@ -17,6 +17,7 @@ class LossScale:
     value: float = 1.0
     grows: bool = False
     good_steps: int = 0
+    lowered: bool = False  # by the last step
 
     @classmethod
     def of(cls, precision: str | None) -> "LossScale":
@@ -36,6 +37,7 @@ class LossScale:
         if not self.grows:
             return
         self.good_steps = self.good_steps + 1 if finite else 0
+        self.lowered = not finite and self.value > 1.0
         if not finite:
             self.value = max(1.0, self.value / 2)
         elif self.good_steps == GROWTH_STEPS:

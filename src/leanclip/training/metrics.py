@@ -33,18 +33,31 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = (), *, resume_at: int | None = None) -> None:
-        self.trackers = list(trackers)
+        self.path, self.trackers = path, list(trackers)
         self.warn: Callable[[str], None] = print
         self.results: dict[str, Result] = {}
-        if resume_at is not None and path.is_file():
-            kept = [line for line in path.read_text().splitlines() if _step(line) <= resume_at]
-            write_atomically(path, "".join(line + "\n" for line in kept))
+        self._waiting: deque[bytes] = deque()
+        self._open(resume_at)
+
+    def rewind(self, step: int) -> None:
+        """Forget what came after a step, which will be computed again."""
+        self._file.close()
+        waiting = [line for line in self._waiting if _step(line.decode()) <= step]
+        self._open(step)
+        self._waiting.extend(waiting)
+        self._tell(lambda tracker: tracker.rewind(step))
+
+    def _open(self, resume_at: int | None) -> None:
+        self._waiting.clear()
+        if resume_at is not None and self.path.is_file():
+            kept = [line for line in self.path.read_text().splitlines() if _step(line) <= resume_at]
+            write_atomically(self.path, "".join(line + "\n" for line in kept))
+            self.results.clear()
             for record in map(json.loads, kept):
                 if record.get("kind") == "eval":
                     self.results[record["set"]] = Result(record["step"], record["metrics"])
-        self._file = path.open("ab", buffering=0)
-        self._size = path.stat().st_size
-        self._waiting: deque[bytes] = deque()
+        self._file = self.path.open("ab", buffering=0)
+        self._size = self.path.stat().st_size
 
     def train(self, **values: Any) -> None:
         self._write({"kind": "train"} | values)
@@ -55,8 +68,12 @@ class MetricsLog:
         }
         self._tell(lambda tracker: tracker.scalars("train", shown, values["step"]))
 
-    def evaluation(self, *, step: int, epoch: float, name: str, metrics: Mapping[str, float]) -> None:
-        self._write({"kind": "eval", "step": step, "epoch": epoch, "set": name, "metrics": dict(metrics)})
+    def evaluation(
+        self, *, step: int, epoch: float, name: str, metrics: Mapping[str, float], weights: str | None = None
+    ) -> None:
+        """`weights` says which were evaluated where they are not those that train: "ema"."""
+        of = {} if weights is None else {"weights": weights}
+        self._write({"kind": "eval", "step": step, "epoch": epoch, "set": name} | of | {"metrics": dict(metrics)})
         self.results[name] = Result(step, dict(metrics))
         self._tell(lambda tracker: tracker.scalars(name, metrics, step))
 

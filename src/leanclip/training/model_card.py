@@ -68,6 +68,7 @@ def training(facts: Mapping[str, Any], step: int) -> str:
         "Training pairs": grouped(facts.get("train_samples")),
         "Global batch": grouped(facts.get("global_batch")),
         "Steps": grouped(step) + (f" of {grouped(planned)}" if planned not in (None, step) else ""),
+        "Weights": f"averaged, decay {facts['ema']:g}" if facts.get("ema") else None,
         "Processes": grouped(facts.get("processes")),
         "Started": facts.get("started"),
         **{f"Environment: {key}": value for key, value in (facts.get("environment") or {}).items()},

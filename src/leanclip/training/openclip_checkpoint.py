@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from leanclip.distributed import split_like
 from leanclip.errors import UserError
 from leanclip.losses import ContrastiveLoss
-from leanclip.models import TwoTower
+from leanclip.models import TwoTower, read_torch_file
 from leanclip.training.loss_scale import LossScale
 
 SAME_GRADIENT = ("infonce", "siglip")  # the losses that move the temperature as OpenCLIP's do
@@ -29,9 +28,9 @@ class OpenClipCheckpoint:
     @classmethod
     def read(cls, path: Path) -> "OpenClipCheckpoint":
         try:
-            content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # whatever a file that is something else makes torch raise
-            raise UserError(f"--resume {path}: no checkpoint of OpenCLIP's ({type(error).__name__})") from error
+            content: Any = read_torch_file(path)
+        except UserError as error:
+            raise UserError(f"--resume {path}: no checkpoint of OpenCLIP's: {error}") from error
         if not isinstance(content, dict) or not isinstance(content.get("epoch"), int) or "state_dict" not in content:
             raise UserError(
                 f"--resume {path}: the file does not say where its run stood; start from it: --pretrained"

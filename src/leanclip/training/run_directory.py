@@ -7,6 +7,7 @@ metrics.jsonl   one object per logged step and per evaluation
 manifest.json   the shards and the ids of their samples, which a resumed run keeps
 panel.json      held-out images with the captions the model finds
 zero_shot.json  how often which class was taken for which, at the last evaluation
+diagnosis.json  what was wrong with the numbers, where a run stopped because of them
 checkpoints/    step_00000100/ ..., best/, last -> the newest
 """
 
@@ -54,6 +55,10 @@ class RunDirectory:
     @property
     def zero_shot(self) -> Path:
         return self.path / "zero_shot.json"
+
+    @property
+    def diagnosis(self) -> Path:
+        return self.path / "diagnosis.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -24,6 +24,7 @@ from leanclip.optim import create_optimizer, weight_decay_groups
 from leanclip.training.checkpoint import Position
 from leanclip.training.config import TrainConfig
 from leanclip.training.defaults import fill, total_steps
+from leanclip.training.ema import WeightEMA
 from leanclip.training.fit import fitting
 from leanclip.training.loss_scale import LossScale
 from leanclip.training.openclip_checkpoint import OpenClipCheckpoint
@@ -53,6 +54,7 @@ class Job:
     group: dist.ProcessGroup | None  # for checkpoints alone
     position: Position  # where it starts
     resume_from: Path | None
+    ema: WeightEMA | None = None
     notes: tuple[str, ...] = ()  # about what was resumed
     zero_shot: tuple[tuple[LabelledSet, Prompts], ...] = ()  # classified at each evaluation
 
@@ -177,6 +179,7 @@ def set_up(config: TrainConfig) -> Job:
         split=config.parallel.fsdp,
     )
     model, towers = _over_ranks(model, config, ranks, device)
+    ema = None if run.ema is None else WeightEMA(model, run.ema)
     assert optim.wd is not None
     optimizer = create_optimizer(optim, [*weight_decay_groups(model, optim.wd), *loss.param_groups()])
     loader = TrainingLoader(
@@ -214,7 +217,7 @@ def set_up(config: TrainConfig) -> Job:
         raise UserError(
             "batch normalisation needs two samples in every micro-batch; raise --micro-batch or the batch"
         )
-    state = RunState(model=model, loss=loss, optimizer=optimizer, scale=pieces.scale, device=device)
+    state = RunState(model=model, loss=loss, optimizer=optimizer, scale=pieces.scale, ema=ema, device=device)
     group = host_group(ranks)
     position = Position(step=0, epoch=0, epoch_step=0, samples=0, seconds=0.0, best=None)
     steps = total_steps(config, samples=len(data.train), batch=batch)
@@ -235,6 +238,7 @@ def set_up(config: TrainConfig) -> Job:
         config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, pieces=pieces,
         ranks=ranks, loader=loader, steps=steps, state=state, group=group, position=position,
         resume_from=resume_from, notes=(*(f"warning: {each}" for each in warnings), *notes), zero_shot=zero_shot,
+        ema=ema,
     )  # fmt: skip
 
 

@@ -13,10 +13,12 @@ from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.losses import ContrastiveLoss
 from leanclip.models import TwoTower
+from leanclip.training.ema import WeightEMA
 from leanclip.training.loss_scale import LossScale
 from leanclip.training.storage import StoredTensors
 
-MODEL, LOSS, OPTIMIZER, RANDOM, EXPORT = "model.", "loss.", "optimizer.", "random.", "export."
+MODEL, EMA, LOSS, OPTIMIZER = "model.", "ema.", "loss.", "optimizer."
+RANDOM, EXPORT = "random.", "export."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,7 @@ class RunState:
     optimizer: Optimizer
     scale: LossScale
     device: torch.device
+    ema: WeightEMA | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """By names that say nothing of how many processes there are."""
@@ -35,7 +38,7 @@ class RunState:
 
     def model_tensors(self) -> dict[str, Tensor]:
         """What the weights for other tools are made of. Several processes ask for it together."""
-        found = _prefixed(MODEL, self.model.state_dict())
+        found = _prefixed(MODEL, self.model.state_dict()) | self._averages()
         found[f"{EXPORT}temperature"] = self.loss.temperature().detach()
         if (bias := getattr(self.loss, "bias", None)) is not None:
             found[f"{EXPORT}bias"] = bias.detach()
@@ -54,6 +57,7 @@ class RunState:
                 "groups": [self._counted(group) for group in self.optimizer.param_groups],
             },
             "scale": {"value": self.scale.value, "good_steps": self.scale.good_steps},
+            "ema": {"updates": 0 if self.ema is None else self.ema.updates},
         }
 
     def load(
@@ -75,7 +79,13 @@ class RunState:
         _check(modules, stored, (MODEL,) if reset_loss else (MODEL, LOSS))
         moments = self._stored_moments(stored, reset_loss=reset_loss)
         random = self._stored_random(stored)
-        stored.read_into(modules | moments | random, group)
+        averages = self._averages() if any(name.startswith(EMA) for name in stored.shapes) else {}
+        _check(averages, stored, (EMA,) if averages else ())
+        stored.read_into(modules | averages | moments | random, group)
+        if self.ema is not None and averages:
+            self.ema.updates = values["ema"]["updates"]
+        elif self.ema is not None:
+            self.ema.restart()
         self._load_optimizer(moments, values["optimizer"])
         if self.scale.grows:
             self.scale.value, self.scale.good_steps = values["scale"]["value"], values["scale"]["good_steps"]
@@ -87,6 +97,9 @@ class RunState:
 
     def _modules(self) -> dict[str, Tensor]:
         return _prefixed(MODEL, self.model.state_dict()) | _prefixed(LOSS, self.loss.state_dict())
+
+    def _averages(self) -> dict[str, Tensor]:
+        return {} if self.ema is None else _prefixed(EMA, self.ema.averages)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """The optimizer's, under the names that they have in the model or the loss."""

@@ -1,7 +1,7 @@
 """One training step. It reads like the algorithm; everything else is elsewhere."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from leanclip.data import Batch
 from leanclip.distributed import whole
 from leanclip.losses import LossOutput
+from leanclip.training.bad_steps import gradient_norms
 from leanclip.training.micro_batch import cached
 from leanclip.training.pieces import Pieces
 
@@ -20,8 +21,9 @@ class StepResult:
 
     loss: Tensor
     grad_norm: Tensor
-    skipped: bool  # because a gradient was not finite
+    skipped: bool  # because the loss or a gradient was not finite
     metrics: Mapping[str, Tensor | float | str]
+    gradient_norms: Mapping[str, float] = field(default_factory=dict)  # by parameter, of a skipped step
 
 
 def training_step(pieces: Pieces, batch: Batch) -> StepResult:
@@ -31,19 +33,28 @@ def training_step(pieces: Pieces, batch: Batch) -> StepResult:
     output = direct(pieces, batch) if pieces.parts == 1 else cached(pieces, batch)
 
     scale.remove([*pieces.towers.parameters(), *loss.parameters()])
-    grad_norm = torch.nn.utils.clip_grad_norm_(pieces.towers.parameters(), pieces.grad_clip_norm or torch.inf)
-    grad_norm = whole(grad_norm)
+    gradients = [parameter.grad for parameter in pieces.towers.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    grad_norm = whole(norm)
     own = [parameter.grad for parameter in loss.parameters() if parameter.grad is not None]
-    finite = bool(torch.isfinite(sum(own, grad_norm)))  # the one place where a step waits for the device
+    value = output.loss.detach()
+    # The one place where a step waits for the device. All ranks have the same loss and norm, so all decide alike.
+    finite = bool(torch.isfinite(sum(own, grad_norm) + value))
+    norms: Mapping[str, float] = {}
     if finite:
+        if pieces.grad_clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(pieces.towers.parameters(), pieces.grad_clip_norm, norm)
         optimizer.step()
         pieces.norms.average(pieces.ranks)
     else:
+        norms = gradient_norms(pieces)
         loss.rollback()
         pieces.norms.restore()
     scale.update(finite)
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss=output.loss.detach(), grad_norm=grad_norm, skipped=not finite, metrics=output.metrics)
+    return StepResult(
+        loss=value, grad_norm=grad_norm, skipped=not finite, metrics=output.metrics, gradient_norms=norms
+    )
 
 
 def direct(pieces: Pieces, batch: Batch) -> LossOutput:

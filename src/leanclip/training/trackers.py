@@ -22,6 +22,10 @@ class Tracker(Protocol):
 
     def histogram(self, found: Histogram, step: int) -> None: ...
 
+    def rewind(self, step: int) -> None:
+        """What was shown after this step will come again."""
+        ...
+
     def close(self, *, failed: bool) -> None: ...
 
 
@@ -31,10 +35,18 @@ class TensorBoard:
     place: str | None = None
 
     def __init__(self, directory: Path, *, resume_at: int | None) -> None:
+        self._directory = directory
+        self._open(resume_at)
+
+    def _open(self, resume_at: int | None) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter  # slow to import, and needed by training only
 
         # What a broken-off run wrote after the checkpoint is hidden; the checkpoint's own step stays.
-        self._writer = SummaryWriter(str(directory), purge_step=None if resume_at is None else resume_at + 1)
+        self._writer = SummaryWriter(str(self._directory), purge_step=None if resume_at is None else resume_at + 1)
+
+    def rewind(self, step: int) -> None:
+        self._writer.close()
+        self._open(step)
 
     def scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -102,6 +114,9 @@ class WeightsAndBiases:
     def histogram(self, found: Histogram, step: int) -> None:
         bars = self._wandb.Histogram(np_histogram=(list(found.counts), list(found.edges)))
         self._run.log({f"state/{found.name}": bars, "step": step})
+
+    def rewind(self, step: int) -> None:
+        """The step is a number of its own: what comes again is drawn over what was there."""
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

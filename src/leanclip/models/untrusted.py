@@ -1,0 +1,86 @@
+"""Model files that others made: read, never run.
+
+A pickle is a program. Of torch's own files only tensors and plain values are taken (`weights_only=True`, always said,
+never left to a default); everything else in this project is safetensors, JSON or TOML.
+"""
+
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from leanclip.errors import UserError
+
+NUMPY = (".npz", ".npy")  # big_vision's weights, which open_clip converts
+# What open_clip's tokenizers take; the rest would go to transformers, which can be told to run a repository's code.
+TOKENIZER_OPTIONS = frozenset(
+    {"additional_special_tokens", "bpe_path", "clean", "language", "reduction_mask", "strip_sep_token"}
+)
+REMEDY = "get the weights as .safetensors, or as a plain state_dict from someone you trust"
+
+
+def read_torch_file(path: Path) -> Any:
+    """What torch.save wrote, if it is tensors and plain values; anything else is refused, and not run."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of archives that it then refuses
+            # Mapped, not read, where the format allows it.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # whatever a file that is something else makes torch raise
+        raise UserError(_refusal(path, error)) from error
+
+
+def check_weights(path: Path) -> None:
+    """Refuse a file of weights that holds anything else, before a library with more trust opens it."""
+    if path.suffix in NUMPY:
+        try:
+            found = np.load(path, allow_pickle=False)
+            if isinstance(found, np.lib.npyio.NpzFile):
+                for name in found.files:
+                    found[name]
+        except Exception as error:  # zip, header and pickle errors alike
+            raise UserError(f"{path} is refused: it is no file of plain arrays ({_first_line(error)})") from error
+    elif path.suffix != ".safetensors":  # which can hold nothing but tensors
+        read_torch_file(path)
+
+
+def check_architecture(config: Mapping[str, Any], name: str) -> None:
+    """Refuse a model config that asks for somebody's code to be run."""
+    text = config.get("text_cfg")
+    options = text.get("tokenizer_kwargs") if isinstance(text, Mapping) else None
+    if unknown := set(options or ()) - TOKENIZER_OPTIONS:
+        raise UserError(
+            f"{name} is refused: its tokenizer_kwargs hold {', '.join(sorted(unknown))}, which could let transformers"
+            f" run code; allowed are {', '.join(sorted(TOKENIZER_OPTIONS))}"
+        )
+
+
+def without_code(error: Exception) -> str:
+    """Why a library could not build a model, in a line; its advice to trust the model's code is not ours."""
+    if "trust_remote_code" in str(error):
+        return "its tokenizer or text tower comes with code of its own, and that is not run"
+    return _first_line(error)
+
+
+def _refusal(path: Path, error: Exception) -> str:
+    text = str(error)
+    if "TorchScript" in text:
+        return f"{path} is refused: it is a TorchScript archive, which is a program; {REMEDY}"
+    if "legacy .tar" in text:
+        return f"{path} is refused: torch's old tar format cannot be read without trusting it; {REMEDY}"
+    if isinstance(error, pickle.UnpicklingError):
+        found = re.search(r"GLOBAL (\S+)|(?:class|function|call) [`'<]*([\w.]+)", text)
+        what = f", {next(filter(None, found.groups()))}," if found else ""
+        return f"{path} is refused: it holds more than weights{what} and loading that could run code; {REMEDY}"
+    return f"{path} holds no weights ({_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

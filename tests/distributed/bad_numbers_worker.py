@@ -1,0 +1,72 @@
+"""What one rank of the tests of bad numbers does: a short run in which some steps see images that are no numbers."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from training_worker import vit_file
+
+from leanclip.cli.train import prepare
+from leanclip.config import override
+from leanclip.data import TrainingLoader
+from leanclip.data.datasets import BUNDLED
+from leanclip.distributed import whole
+from leanclip.training import RunDirectory, TrainConfig, set_up, train
+from leanclip.training.bad_steps import NotFiniteError
+from leanclip.training.config import ParallelConfig
+
+
+def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, **settings):
+    """Train; at the given global steps, as often as `times`, rank `on` gets one image that is no number.
+
+    Returns the exit code and the message, all tensors at the end, and for every step taken whether it moved any.
+    """
+    vit = vit_file(folder, text={"context_length": 77, "vocab_size": 49408})
+    values = {
+        "train_data": str(BUNDLED / "train-*.tar"), "model": vit, "global_batch_size": 13, "epochs": 1,
+        "max_steps": 8, "precision": "fp32", "device": "cpu", "workers": 0, "loss": "fastclip-v2",
+        "logs": str(Path(folder) / "logs"), "name": "run", "log_every": 1, "eval_every": 0, "warmup": 0, "lr": 1e-3,
+        "max_bad_steps": 2, "report_to": "none",
+    }  # fmt: skip
+    config = override(TrainConfig(parallel=ParallelConfig(fsdp=fsdp)), values | settings, "test")
+    job = set_up(config)
+    directory = RunDirectory(Path(job.config.run.logs) / "run")
+    job.ranks.once(lambda: prepare(job, directory))
+    seen = dict.fromkeys(bad, 0)
+    honest = TrainingLoader.epoch
+
+    def poisoned(self, epoch, *, start=0):
+        for at, batch in enumerate(honest(self, epoch, start=start), start + 1):
+            images = batch.images.float() / 255
+            if at in seen and seen[at] < times:
+                seen[at] += 1
+                if ranks.rank == on:
+                    images[1] = torch.nan
+            yield replace(batch, images=images)
+
+    def tensors():
+        named = {f"model {name}": value for name, value in job.model.state_dict().items()}
+        named |= {f"loss {name}": value for name, value in job.loss.state_dict().items()}
+        for number, values in job.optimizer.state_dict()["state"].items():
+            named |= {f"optimizer {number} {name}": value for name, value in values.items()}
+        if job.ema is not None:
+            named |= {f"ema {name}": value for name, value in job.ema.averages.items()}
+            named["ema updates"] = torch.tensor(job.ema.updates)
+        return {name: whole(value).clone() for name, value in named.items()}
+
+    history = [tensors()]
+    said = (0, "")
+    TrainingLoader.epoch = poisoned
+    try:
+        train(job, directory, Console(quiet=True), lambda: history.append(tensors()))
+    except NotFiniteError as error:
+        said = (error.exit_code, str(error))
+    finally:
+        TrainingLoader.epoch = honest
+    moved = [
+        set(before) != set(after) or any(not torch.equal(before[name], after[name]) for name in before)
+        for before, after in itertools.pairwise(history)
+    ]
+    return {"said": said, "state": tensors(), "moved": moved}

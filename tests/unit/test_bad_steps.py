@@ -1,0 +1,105 @@
+import json
+
+import pytest
+import torch
+
+from leanclip.cli import main
+from leanclip.data import Batch
+from leanclip.errors import UserError
+from leanclip.losses import LossOutput
+from leanclip.training.bad_steps import BadSteps, write_diagnosis
+from leanclip.training.loss_scale import LossScale
+from leanclip.training.pieces import Pieces
+from leanclip.training.step import training_step
+
+
+def verdicts(policy, steps):
+    return [policy(skipped=step != ".", excused=step == "e") for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ("xx.xx.", ["go on"] * 6),  # never three in a row
+        ("xxx.xxx", ["go on", "go on", "reload", "go on", "go on", "go on", "stop"]),
+        ("xxxxxx", ["go on", "go on", "reload", "go on", "go on", "stop"]),
+        ("eeeeee", ["go on"] * 6),  # the loss scale is finding its value
+        ("xexex", ["go on", "go on", "go on", "go on", "reload"]),
+    ],
+)
+def test_reload_once_then_stop(steps, expected):
+    assert verdicts(BadSteps(3), steps) == expected
+
+
+def test_the_loss_scale_says_whether_it_could_be_lowered():
+    scale = LossScale(4.0, grows=True)
+    seen = []
+    for finite in (False, False, False, True):
+        scale.update(finite)
+        seen.append((scale.value, scale.lowered))
+    assert seen == [(2.0, True), (1.0, True), (1.0, False), (1.0, False)]
+
+
+class Broken(torch.nn.Module):
+    """A loss whose value is no number while its gradient is."""
+
+    def __init__(self):
+        super().__init__()
+        self.rolled_back = 0
+
+    def forward(self, image, text, ids, **_):
+        value = (image * text).sum()
+        return LossOutput(loss=value - value.detach() + torch.inf, metrics={})
+
+    def send_ahead(self, image, **_):
+        pass
+
+    def rollback(self):
+        self.rolled_back += 1
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradient_is():
+    class Towers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image = torch.nn.Linear(3, 2)
+
+        def forward(self, images, tokens, between=None):
+            return self.image(images), tokens
+
+    towers, loss = Towers(), Broken()
+    before = towers.image.weight.detach().clone()
+    optimizer = torch.optim.SGD(towers.parameters(), 0.1)
+    pieces = Pieces(towers=towers, loss=loss, optimizer=optimizer, batch=4)  # pyright: ignore[reportArgumentType]
+    batch = Batch(images=torch.randn(4, 3), tokens=torch.randn(4, 2), sample_ids=torch.arange(4))
+    result = training_step(pieces, batch)
+    assert result.skipped and loss.rolled_back == 1 and torch.equal(towers.image.weight, before)
+    assert result.loss.isinf() and result.grad_norm.isfinite()
+    assert set(result.gradient_norms) == {"image.weight", "image.bias"} and min(result.gradient_norms.values()) > 0
+
+
+def test_a_diagnosis_is_json_whatever_the_numbers(tmp_path):
+    path = tmp_path / "diagnosis.json"
+    write_diagnosis(path, {"loss": float("nan"), "norms": {"a": float("inf")}, "ids": [[1, 2], [-float("inf")]]})
+    assert json.loads(path.read_text()) == {"loss": "nan", "norms": {"a": "inf"}, "ids": [[1, 2], ["-inf"]]}
+
+
+def test_the_exit_code_is_the_errors_own(monkeypatch, capsys):
+    class OwnError(UserError):
+        exit_code = 4
+
+    def fail(_):
+        raise OwnError("so it goes")
+
+    monkeypatch.setattr("leanclip.cli._run", fail)
+    with pytest.raises(SystemExit) as stop:
+        main(["train"])
+    assert stop.value.code == 4 and capsys.readouterr().err == "leanclip: so it goes\n"
+
+
+@pytest.mark.parametrize("flags", [["--max-bad-steps", "0"], ["--ema", "1"], ["--ema", "0"], ["--ema", "-0.5"]])
+def test_settings_that_make_no_sense_are_refused(flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", *flags])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1 and flags[0][2:].replace("-", "_") in said

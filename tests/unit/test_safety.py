@@ -1,0 +1,474 @@
+"""Files that others made never run code, wherever they are given; archives stay in their place; pages show text."""
+
+import ast
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+import warnings
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from shard_files import picture, shard_bytes, sound
+
+import leanclip
+from leanclip.cli import main
+from leanclip.data.folder import Folder
+from leanclip.data.source import BrokenSample
+from leanclip.errors import UserError
+from leanclip.models import ModelConfig, create_model
+from leanclip.models.untrusted import check_weights, read_torch_file
+from leanclip.reporting import write_report
+
+SOURCE = Path(leanclip.__file__).parent
+SMALL = {
+    "embed_dim": 8,
+    "vision_cfg": {"image_size": 16, "layers": 1, "width": 16, "head_width": 8, "patch_size": 8},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+}
+
+
+class Payload:
+    """What writes the marker when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def torch_zip(marker):
+    return _saved({"epoch": 1, "state_dict": {"weight": torch.zeros(2), "x": Payload(marker)}})
+
+
+def torch_old(marker):
+    return _saved({"epoch": 1, "state_dict": {"x": Payload(marker)}}, _use_new_zipfile_serialization=False)
+
+
+def plain_pickle(marker):
+    return pickle.dumps(Payload(marker), protocol=4)
+
+
+def old_tar(marker):
+    """torch's format of 2016: a tar whose members are pickles."""
+    members = dict.fromkeys(("sys_info", "storages", "tensors", "pickle"), pickle.dumps(Payload(marker), protocol=2))
+    return shard_bytes(members)
+
+
+def script(marker):
+    """A program by its nature; its constants are a pickle, too."""
+    module = torch.nn.Linear(2, 2)
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(module), file)
+    return file.getvalue()
+
+
+def npy(marker):
+    file = io.BytesIO()
+    np.save(file, np.array([Payload(marker)], dtype=object), allow_pickle=True)
+    return file.getvalue()
+
+
+def npz(marker):
+    file = io.BytesIO()
+    np.savez(file, x=np.array([Payload(marker)], dtype=object))
+    return file.getvalue()
+
+
+def _saved(value, **options):
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()
+
+
+KINDS = {
+    "weights.pt": torch_zip, "weights.bin": torch_zip, "old.pth": torch_old, "weights.ckpt": old_tar,
+    "weights.pkl": plain_pickle, "script.pt": script, "weights.npy": npy, "weights.npz": npz,
+    "pickle.npz": plain_pickle, "weights.safetensors": plain_pickle, "archive.safetensors": torch_zip,
+}  # fmt: skip
+
+
+@pytest.fixture
+def marker(tmp_path):
+    return tmp_path / "the code ran"
+
+
+@pytest.fixture
+def small(tmp_path):
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(SMALL))
+    return path
+
+
+def refused(capsys, *arguments):
+    """The one line with which a command refuses."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    said = capsys.readouterr()
+    assert stop.value.code == 2, said
+    lines = [line for line in said.err.splitlines() if not line.startswith("indexing ")]  # told on a slow machine
+    assert len(lines) == 1 and lines[0].startswith("leanclip: "), said.err
+    return lines[0]
+
+
+@pytest.mark.parametrize("make", [torch_zip, torch_old, plain_pickle, npy, npz])
+def test_the_payload_works(make, marker):
+    """Else the tests below would show nothing."""
+    content = io.BytesIO(make(marker))
+    if make in (npy, npz):
+        found = np.load(content, allow_pickle=True)
+        _ = found["x"] if make is npz else found
+    elif make is plain_pickle:
+        pickle.load(content)
+    else:
+        torch.load(content, weights_only=False)
+    assert marker.is_dir()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_of_weights_is_read_and_not_run(name, tmp_path, marker, small, capsys):
+    file = tmp_path / name
+    file.write_bytes(KINDS[name](marker))
+    said = refused(capsys, "export", file, tmp_path / "out.safetensors", "--model", small)
+    assert name in said and not marker.exists() and not (tmp_path / "out.safetensors").exists()
+    if name.endswith((".pt", ".bin", ".pth", ".pkl", ".ckpt", ".npy", ".npz")):
+        assert "refused" in said
+    if KINDS[name] in (torch_zip, torch_old) and not name.endswith(".safetensors"):
+        assert "posix.mkdir" in said and ".safetensors" in said  # what it would have run, and the remedy
+
+
+TRAIN = ["train", "--recipe", "demo", "--batch-size", "16", "--max-steps", "1", "--workers", "0", "--device", "cpu"]
+ENTRIES = {
+    "train --pretrained": [*TRAIN, "--model", "SMALL", "--logs", "LOGS", "--pretrained", "FILE"],
+    "train --resume": [*TRAIN, "--model", "SMALL", "--logs", "LOGS", "--resume", "FILE"],
+    "train --pretrained DIR": [*TRAIN, "--model", "SMALL", "--logs", "LOGS", "--pretrained", "DIR"],
+    "train --resume DIR": [*TRAIN, "--model", "SMALL", "--logs", "LOGS", "--resume", "DIR"],
+    "train --config": ["train", "--config", "FILE", "--logs", "LOGS"],
+    "train --model": ["train", "--model", "FILE.json", "--logs", "LOGS"],
+    "evaluate": ["evaluate", "FILE", "--zero-shot", "emoji", "--device", "cpu"],
+    "evaluate DIR": ["evaluate", "DIR", "--zero-shot", "emoji", "--device", "cpu"],
+    "evaluate MODEL:FILE": ["evaluate", "SMALL:FILE", "--zero-shot", "emoji", "--device", "cpu"],
+    "evaluate --suite": ["evaluate", "FULL", "--suite", "clip_benchmark", "--suite-data", "SUITE", "--device", "cpu"],
+    "evaluate FULL": ["evaluate", "FULL", "--zero-shot", "emoji", "--device", "cpu"],
+    "export DIR": ["export", "DIR", "OUT.safetensors"],
+    "export FULL": ["export", "FULL", "OUT.safetensors"],
+    "report": ["report", "DIR"],
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_no_entry_runs_code(entry, tmp_path, marker, small, capsys):
+    """FILE is the pickle; DIR holds it under every name that some library looks for; FULL is a checkpoint directory
+    in which it stands for the weights."""
+    content = torch_zip(marker)
+    folder, full, suite = tmp_path / "folder", tmp_path / "full", tmp_path / "suite"
+    names = ("open_clip_pytorch_model.bin", "pytorch_model.bin", "model.pth", "training.pt", "epoch_1.pt", "data.pkl")
+    (suite / "test").mkdir(parents=True)
+    (suite / "test" / "nshards.txt").write_text("1")
+    for path in (folder, full):
+        path.mkdir()
+        for name in names:
+            (path / name).write_bytes(content)
+    (full / "open_clip_model.safetensors").write_bytes(content)
+    (full / "open_clip_config.json").write_text(json.dumps({"model_cfg": SMALL, "preprocess_cfg": {}}))
+    file = tmp_path / "evil.pt"
+    file.write_bytes(content)
+    (tmp_path / "evil.pt.json").write_bytes(content)
+    places = {"FILE": file, "DIR": folder, "FULL": full, "SMALL": small, "LOGS": tmp_path / "logs",
+              "OUT": tmp_path / "out", "SUITE": suite}  # fmt: skip
+    arguments = ENTRIES[entry]
+    for word, path in places.items():
+        arguments = [argument.replace(word, str(path)) for argument in arguments]
+    refused(capsys, *arguments)
+    assert not marker.exists()
+
+
+def test_loading_a_checkpoint_directory_in_python(tmp_path, marker):
+    (tmp_path / "open_clip_model.safetensors").write_bytes(torch_zip(marker))
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": SMALL, "preprocess_cfg": {}}))
+    with pytest.raises(UserError, match="does not hold weights"):
+        leanclip.load(tmp_path)
+    assert not marker.exists()
+
+
+def test_sound_weights_are_still_read_and_every_load_says_weights_only(tmp_path, small, monkeypatch):
+    """open_clip asks torch a second time, without saying so, if the first answer is a TypeError."""
+    model = create_model(ModelConfig(model=str(small)))
+    weights = model.clip.state_dict()
+    torch.save({"state_dict": weights, "epoch": 3, "name": "x"}, tmp_path / "new.pt")
+    torch.save(weights, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    np.savez(tmp_path / "arrays.npz", a=np.zeros(3))
+    check_weights(tmp_path / "arrays.npz")
+    said, honest = [], torch.load
+
+    def listening(*arguments, **options):
+        said.append(options.get("weights_only"))
+        return honest(*arguments, **options)
+
+    monkeypatch.setattr(torch, "load", listening)
+    for name in ("new.pt", "old.pt"):
+        again = create_model(ModelConfig(model=str(small), pretrained=str(tmp_path / name)))
+        for key, value in again.clip.state_dict().items():
+            assert torch.equal(value, weights[key])
+    assert len(said) >= 4 and set(said) == {True}
+
+    def complaining(*_, **__):
+        raise TypeError("as a file can provoke it")
+
+    monkeypatch.setattr(torch, "load", complaining)
+    with pytest.raises(UserError, match="holds no weights"):
+        read_torch_file(tmp_path / "new.pt")
+
+
+def tokenizer_repository(folder, marker):
+    """A local repository as transformers reads it, whose tokenizer and model come with code."""
+    folder.mkdir()
+    code = f"import pathlib\npathlib.Path({str(marker)!r}).mkdir(exist_ok=True)\n"
+    (folder / "evil.py").write_text(
+        code + "from transformers import PreTrainedTokenizer, PretrainedConfig\n"
+        "class Tok(PreTrainedTokenizer): pass\nclass Conf(PretrainedConfig): model_type = 'evil'\n"
+    )
+    auto = {"AutoTokenizer": ["evil.Tok", None], "AutoConfig": "evil.Conf"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Tok", "auto_map": auto}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
+    return folder
+
+
+@pytest.mark.parametrize("asks", ["tokenizer, trusting", "tokenizer", "text model"])
+def test_a_model_config_cannot_bring_code(asks, tmp_path, marker, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    repository = tokenizer_repository(tmp_path / "repository", marker)
+    wanted: dict[str, object] = {"hf_tokenizer_name": str(repository)}
+    if asks == "tokenizer, trusting":
+        wanted["tokenizer_kwargs"] = {"trust_remote_code": True}
+    if asks == "text model":
+        wanted = {"hf_model_name": str(repository), "hf_proj_type": "linear", "hf_pooler_type": "mean_pooler"}
+    config = SMALL | {"text_cfg": SMALL["text_cfg"] | wanted}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": {}}))
+    sound = create_model_of(SMALL, tmp_path).clip.state_dict()
+    from safetensors.torch import save_file
+
+    save_file(sound, tmp_path / "model" / "open_clip_model.safetensors")
+    (tmp_path / "evil.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks, and somebody is tired
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for arguments in (
+        [*TRAIN, "--model", tmp_path / "evil.json", "--logs", tmp_path / "logs"],
+        ["evaluate", tmp_path / "model", "--zero-shot", "emoji", "--device", "cpu"],
+        ["export", tmp_path / "model", tmp_path / "out.safetensors"],
+    ):
+        refused(capsys, *arguments)
+        assert not marker.exists()
+
+
+def create_model_of(config, folder):
+    (folder / "plain.json").write_text(json.dumps(config))
+    return create_model(ModelConfig(model=str(folder / "plain.json")))
+
+
+def shard_with(folder, **extra):
+    folder.mkdir(exist_ok=True)
+    files = sound(40)
+    for ending, content in extra.items():
+        files |= {f"{key}.{ending}": content for key in {name.partition(".")[0] for name in files}}
+    (folder / "shard.tar").write_bytes(shard_bytes(dict(sorted(files.items()))))
+    return folder / "shard.tar"
+
+
+def test_pickles_in_shards_are_never_looked_at(tmp_path, marker, small, capsys):
+    evil = plain_pickle(marker)
+    shard = shard_with(tmp_path / "data", pyd=evil, pkl=evil, pickle=evil, pth=torch_zip(marker), npy=npy(marker))
+    with pytest.raises(SystemExit) as stop:
+        main([*TRAIN, "--train-data", str(shard), "--val-data", str(shard), "--model", str(small), "--workers", "1",
+              "--logs", str(tmp_path), "--name", "run"])  # fmt: skip
+    assert stop.value.code == 0
+    with pytest.raises(SystemExit) as stop:
+        main(["data", "check", str(shard)])
+    assert stop.value.code == 0 and "40" in capsys.readouterr().out
+    assert not marker.exists()
+
+
+def test_clip_benchmark_does_not_unpickle_shards(tmp_path, marker):
+    pytest.importorskip("clip_benchmark")
+    evil = plain_pickle(marker)
+    shard = shard_with(tmp_path / "data", pyd=evil, pkl=evil, pickle=evil, pth=torch_zip(marker), cls=b"3")
+    code = (
+        "import sys, webdataset as wds\n"
+        "import leanclip.evaluation.clip_benchmark_main\n"
+        "pil = wds.autodecode.ImageHandler('pil', extensions=['jpg'])\n"
+        "sample = next(iter(wds.WebDataset(sys.argv[1], shardshuffle=False).decode(pil)))\n"
+        "assert sample['cls'] == 3 and sample['jpg'].size"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(shard)], check=True)
+    assert not marker.exists()
+    from webdataset import autodecode
+
+    autodecode.decoders["pyd"](evil)
+    assert marker.exists()  # without us it would have run
+
+
+LINKS = {"absolute": "/etc/hostname", "above": "../secret.txt"}
+
+
+def test_members_of_archives_stay_in_their_place(tmp_path, capsys):
+    """Links, devices and names that lead elsewhere are neither followed nor written; nothing is unpacked at all."""
+    place = tmp_path / "data"
+    place.mkdir()
+    (tmp_path / "secret.txt").write_text("secret")
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+
+        def add(name, content=b"", **fields):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            for field, value in fields.items():
+                setattr(entry, field, value)
+            archive.addfile(entry, io.BytesIO(content))
+
+        for name, content in sound(20).items():
+            add(name, content)
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+            for what, target in LINKS.items():
+                add(f"link-{what}-{kind.decode()}.jpg", picture(1))
+                add(f"link-{what}-{kind.decode()}.txt", type=kind, linkname=target)
+        for kind in (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE):
+            add(f"device-{kind.decode()}.jpg", picture(1))
+            add(f"device-{kind.decode()}.txt", type=kind)
+        for name in ("../out", f"{tmp_path}/out", "a/../../out"):
+            add(f"{name}.jpg", picture(1))
+            add(f"{name}.txt", b"out")
+    (place / "shard.tar").write_bytes(file.getvalue())
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as stop:
+        main(["data", "check", str(place / "shard.tar")])
+    shown = capsys.readouterr().out
+    assert stop.value.code in (0, 1) and "secret" not in shown and "escaping path" in shown
+    from leanclip.data.config import DataConfig
+    from leanclip.data.datasets import open_datasets
+
+    source = open_datasets(DataConfig(train_data=str(place / "shard.tar"), max_broken=1.0), seed=0).train.source
+    captions = [source.captions(number) for number in range(len(source))]
+    assert len(captions) == 20 and not any("secret" in text or "out" in text for texts in captions for text in texts)
+    assert source.broken["no caption"] == 7 and source.broken["escaping path"] == 3
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_texts_of_a_folder_may_not_be_links_to_elsewhere(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "secret.txt").write_text("secret")
+    for name in ("a", "b"):
+        (folder / f"{name}.jpg").write_bytes(picture(1))
+    (folder / "a.txt").symlink_to("../secret.txt")
+    (folder / "c.txt").write_text("fine")
+    (folder / "b.txt").symlink_to("c.txt")
+    found = Folder(folder)
+    with pytest.raises(BrokenSample, match="leads out"):
+        found.captions(0)
+    assert found.captions(1) == ["fine"]
+    (folder / "captions.txt").symlink_to("../secret.txt")
+    with pytest.raises(UserError, match="leads out"):
+        Folder(folder)
+
+
+def test_a_parquet_file_names_no_pictures_outside_its_folder(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    from leanclip.data.parquet import Parquet
+
+    (tmp_path / "private.jpg").write_bytes(picture(1))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "own.jpg").write_bytes(picture(2))
+    named = [str(tmp_path / "private.jpg"), "../private.jpg", "own.jpg"]
+    rows = [{"image": {"bytes": None, "path": name}, "caption": "a picture"} for name in named]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data" / "train.parquet")
+    found = Parquet(tmp_path / "data" / "train.parquet")
+    for number in (0, 1):
+        with pytest.raises(BrokenSample, match="only name files below"):
+            found.image_bytes(number)
+    assert found.image_bytes(2) == picture(2)
+
+
+EVIL = "</script><script>alert(1)</script>\"'`><img src=x onerror=alert(2)>{{ 7 * 7 }}&amp;"
+
+
+class _Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.scripts, self.handlers, self.sources = 0, [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.scripts += tag == "script"
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+        self.sources += [value for name, value in attrs if name in ("src", "href")]
+
+
+def test_a_report_shows_text_as_text(small_run, tmp_path):
+    """Every string in every file of a real run, and every key that is not a known one, replaced by markup."""
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def poison(value, *, keep=()):
+        if isinstance(value, dict):
+            return {k: v if k in keep else poison(v, keep=keep) for k, v in value.items()}
+        if isinstance(value, list):
+            return [poison(item, keep=keep) for item in value]
+        return EVIL if isinstance(value, str) else value
+
+    images = ("image", "media", "kind")
+    for name in ("run.json", "panel.json", "zero_shot.json"):
+        (run / name).write_text(json.dumps(poison(json.loads((small_run / name).read_text()), keep=images)))
+    written = (small_run / "metrics.jsonl").read_text().splitlines()
+    lines: list[dict] = [poison(json.loads(line), keep=images) for line in written]  # pyright: ignore
+    lines += [line | {EVIL: 1.0} for line in lines if line["kind"] == "train"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "config.toml").write_text(f"model = '''{EVIL.replace(chr(39), '')}'''\n")
+    for runs in (run, [run, small_run]):
+        html = write_report(runs, tmp_path / f"{EVIL.replace('/', '')}.html").read_text()
+        page = _Page()
+        page.feed(html)
+        assert page.scripts == 1 and page.handlers == []
+        assert all(str(source).startswith("data:") for source in page.sources)
+        assert "<img src=x" not in html and "49" not in html.partition("alert(2)&gt;")[2][:20]
+
+
+FORBIDDEN = {"eval", "exec", "__import__", "compile"}
+FORBIDDEN_ATTRIBUTES = {
+    "pickle.load", "pickle.loads", "pickle.Unpickler", "torch.hub", "os.system", "os.popen", "np.fromregex",
+    "archive.extractall", "archive.extract", "shutil.unpack_archive", "joblib.load", "yaml.load", "marshal.loads",
+    "shelve.open", "torch.jit",
+}  # fmt: skip
+
+
+def test_the_source_has_no_door_for_code():
+    """Every torch.load says weights_only=True, every np.load allow_pickle=False or nothing; no shell, no eval."""
+    loads = 0
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Attribute):
+                assert ast.unparse(node) not in FORBIDDEN_ATTRIBUTES, where
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            assert name not in FORBIDDEN, where
+            assert options.get("shell", "False") == "False", where
+            assert options.get("trust_remote_code", "False") == "False", where
+            assert options.get("allow_pickle", "False") == "False", where
+            if name == "torch.load" or (name.endswith("load_checkpoint") and name.startswith("open_clip")):
+                loads += 1
+                assert options["weights_only"] == "True", where
+    assert loads >= 2
