@@ -374,8 +374,9 @@ class _Trainer:
         value = found.get(job.config.run.best_metric)
         best = value is not None and self.step > 0 and (self.best is None or value > self.best)
         self.best = value if best else self.best
-        self.alive()
-        self.clock.lap()
+        if found:
+            self.alive()
+            self.clock.lap()
         return best
 
     def retrieval(self, data: Subset) -> dict[str, float]:
