@@ -78,7 +78,7 @@ def test_many_kills(seed, tmp_path):
         loss=draw.choice(("fastclip-v2", "fastclip-v3", "infonce")),
         precision="fp64" if seed % 4 < 2 else "fp32",
         workers=draw.choice((0, 1)),
-        more=("--fsdp",) if draw.random() < 0.25 and same else (),
+        more=(*(["--fsdp"] if draw.random() < 0.25 and same else []), *(["--ema", "0.9"] if seed % 3 == 0 else [])),
     )
     (tmp_path / "right").mkdir()
     right = finish(settings, 2, tmp_path / "right", tmp_path / "right" / "logs")
