@@ -201,6 +201,17 @@ def test_loading_a_checkpoint_directory_in_python(tmp_path, marker):
     assert not marker.exists()
 
 
+@pytest.mark.parametrize(
+    "model", [None, {}, {"text_cfg": 1, "vision_cfg": {}}, {"text_cfg": {}, "vision_cfg": {"x": 1}}, [], "pickle"]
+)
+def test_a_checkpoint_that_describes_no_model_is_refused(model, tmp_path):
+    (tmp_path / "open_clip_model.safetensors").write_bytes(b"")
+    config = json.dumps({"model_cfg": model, "preprocess_cfg": {}}) if model is not None else "["
+    (tmp_path / "open_clip_config.json").write_text(config)
+    with pytest.raises(UserError, match=r"does not describe a model|cannot build"):
+        leanclip.load(tmp_path)
+
+
 def test_sound_weights_are_still_read_and_every_load_says_weights_only(tmp_path, small, monkeypatch):
     """open_clip asks torch a second time, without saying so, if the first answer is a TypeError."""
     model = create_model(ModelConfig(model=str(small)))

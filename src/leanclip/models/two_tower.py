@@ -165,6 +165,7 @@ def load_model(directory: Path) -> TwoTower:
     try:
         saved = json.loads((directory / CONFIG_FILE).read_text())
         config, preprocess = dict(saved["model_cfg"]), dict(saved["preprocess_cfg"])
+        config |= {"vision_cfg": dict(config["vision_cfg"]), "text_cfg": dict(config["text_cfg"])}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{directory / CONFIG_FILE} does not describe a model ({type(error).__name__})") from error
     return _build(str(directory), config, directory / WEIGHTS_FILE, preprocess)
@@ -292,7 +293,7 @@ def _build(
         try:
             clip = open_clip.create_model(registered, force_preprocess_cfg=preprocess, pretrained_text=False)
             tokenizer = open_clip.get_tokenizer(registered)
-        except (OSError, ValueError) as error:  # transformers' own: something is missing, or wants to run code
+        except (OSError, ValueError, TypeError, KeyError) as error:  # a config of something else, or one with code
             raise UserError(f"cannot build {name}: {without_code(error)}") from error
     if double:
         clip = clip.double()
@@ -305,7 +306,7 @@ def _build(
 def _registered(config: dict[str, Any]) -> Iterator[str]:
     """open_clip finds architectures by registered name only, so the config is registered for the moment."""
     check_architecture(config, "the model's config")
-    if "hf_model_name" in config["text_cfg"] or "hf_tokenizer_name" in config["text_cfg"]:
+    if {"hf_model_name", "hf_tokenizer_name"} & set(config["text_cfg"]):
         from leanclip.models.transformers_clip import never_run_code
 
         never_run_code()

@@ -25,13 +25,16 @@ TOKENIZER_OPTIONS = frozenset(
 REMEDY = "get the weights as .safetensors, or as a plain state_dict from someone you trust"
 
 
-def read_torch_file(path: Path) -> Any:
-    """What torch.save wrote, if it is tensors and plain values; anything else is refused, and not run."""
+def read_torch_file(path: Path, *, mapped: bool = False) -> Any:
+    """What torch.save wrote, if it is tensors and plain values; anything else is refused, and not run.
+
+    `mapped` leaves the tensors in the file, where its format allows that: for whoever copies them.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of archives that it then refuses
-            # Mapped, not read, where the format allows it.
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            mmap = mapped and zipfile.is_zipfile(path)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # whatever a file that is something else makes torch raise
         raise UserError(_refusal(path, error)) from error
 
@@ -47,7 +50,7 @@ def check_weights(path: Path) -> None:
         except Exception as error:  # zip, header and pickle errors alike
             raise UserError(f"{path} is refused: it is no file of plain arrays ({_first_line(error)})") from error
     elif path.suffix != ".safetensors":  # which can hold nothing but tensors
-        read_torch_file(path)
+        read_torch_file(path, mapped=True)
 
 
 def check_architecture(config: Mapping[str, Any], name: str) -> None:

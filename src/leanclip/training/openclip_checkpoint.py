@@ -28,7 +28,7 @@ class OpenClipCheckpoint:
     @classmethod
     def read(cls, path: Path) -> "OpenClipCheckpoint":
         try:
-            content: Any = read_torch_file(path)
+            content: Any = read_torch_file(path, mapped=True)
         except UserError as error:
             raise UserError(f"--resume {path}: no checkpoint of OpenCLIP's: {error}") from error
         if not isinstance(content, dict) or not isinstance(content.get("epoch"), int) or "state_dict" not in content:
