@@ -135,10 +135,10 @@ def _free_port():
 KINDS = ("all", "one", "writing", "term", "usr1")
 
 
-def strike(job, kind, draw, steps):
-    """Hit a running job in one way at a random moment. Says whether it still ran."""
+def strike(job, kind, draw, steps, left):
+    """Hit a running job in one way at a random moment, with steps left for the blows to come. Says whether it ran."""
     if kind == "writing":
-        skip = draw.randrange(3)
+        skip = draw.randrange(2)
         seen: set[str] = set()
 
         def writing():
@@ -148,7 +148,7 @@ def strike(job, kind, draw, steps):
         hit = job.until(writing)
         time.sleep(draw.uniform(0, 0.03))
     else:
-        line = job.lines() + draw.randrange(1, max(2, steps - job.lines()))
+        line = job.lines() + draw.randrange(1, max(2, (steps - job.lines()) // left))
         hit = job.until(lambda: job.lines() >= line)
         time.sleep(draw.uniform(0, 0.1))
     if kind == "one":
@@ -189,9 +189,9 @@ def interrupted(settings, folder, logs, kinds, sizes, seed):
     """A run that is hit once for each kind, begins on 2 ranks and goes on with each of the sizes; its result."""
     draw = random.Random(seed)
     hits = []
-    for kind, size in zip(kinds, (2, *sizes), strict=False):
+    for number, (kind, size) in enumerate(zip(kinds, (2, *sizes), strict=False)):
         with Job(settings, size, folder, logs) as job:
-            hit = strike(job, kind, draw, settings.steps)
+            hit = strike(job, kind, draw, settings.steps, left=len(kinds) - number)
             codes = job.wait()
             hits.append((kind, size, hit, codes))
             if kind in ("term", "usr1") and hit and not all(code == 0 for code in codes):
