@@ -65,15 +65,15 @@ def children_of(parent):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(45))
 def test_many_kills(seed, tmp_path):
-    """Four blows to each of 50 runs, of all kinds, on 1 to 3 ranks, in float64 and float32."""
+    """Five blows to each of 45 runs, of all kinds, on 1 to 3 ranks, in float64 and float32."""
     draw = random.Random(seed)
-    kinds = [draw.choice(KINDS) for _ in range(4)]
+    kinds = [draw.choice(KINDS) for _ in range(5)]
     same = seed % 2 == 0
     sizes = [2 if same else draw.choice((1, 2, 3)) for _ in kinds]
     settings = Settings(
-        steps=30,
+        steps=40,
         save_every=draw.choice((1, 2, 5)),
         loss=draw.choice(("fastclip-v2", "fastclip-v3", "infonce")),
         precision="fp64" if seed % 4 < 2 else "fp32",
@@ -83,7 +83,6 @@ def test_many_kills(seed, tmp_path):
     (tmp_path / "right").mkdir()
     right = finish(settings, 2, tmp_path / "right", tmp_path / "right" / "logs")
     found, hits = interrupted(settings, tmp_path, tmp_path / "logs", kinds, sizes, seed=seed)
-    print(
-        f"kills: seed {seed} {settings.loss} {settings.precision} " + " ".join(f"{k}@{n}:{h}" for k, n, h, _ in hits)
-    )
+    blows = " ".join(f"{kind}@{size}{'' if hit else '(late)'}" for kind, size, hit, _ in hits)
+    print(f"seed {seed}: {settings.loss} {settings.precision} {' '.join(settings.more)} blows: {blows}")
     compare(found, right, exact=same, tolerance=1e-8 if settings.precision == "fp64" else 1e-5)
