@@ -82,6 +82,8 @@ def start(settings: TrainConfig, *, dry_run: bool, alive: Callable[[], None]) ->
         console.print(job.data.note)
     if job.taken:
         console.print(f"resumed {job.taken}")
+    if reason := job.model.padded_because:
+        console.print(f"captions run padded to the context length: {reason}")
     if job.pieces.parts > 1:
         each = -(-job.ranks.largest_share(job.loader.batch) // job.pieces.parts)
         console.print(f"micro-batches: {job.pieces.parts} of {each} samples a step")

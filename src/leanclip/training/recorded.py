@@ -1,0 +1,110 @@
+"""The towers as CUDA graphs: a small model's kernels are over before the host has launched the next.
+
+The forward pass and the backward pass are recorded once for each shape and replayed; the loss between them, which
+has state and looks at the host's numbers, runs as always.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leanclip.data import Batch
+from leanclip.losses import LossOutput
+from leanclip.models import TwoTower
+from leanclip.models.text_length import Texts, layout
+from leanclip.training.pieces import Pieces
+
+WARM_UP = 3  # steps that run as always first: compilation, libraries' first calls, the loss's own
+SHAPES = 4  # recorded at most; each keeps its activations
+SMALL = 4e12  # operations of the towers in a step: about 10 ms on a fast GPU
+
+
+class Shape(NamedTuple):
+    images: torch.Size
+    tokens: torch.Size
+    packed: int  # tokens
+
+
+class Recorder:
+    """The recorded towers of a model, by shape."""
+
+    def __init__(self, model: TwoTower, autocast: torch.autocast) -> None:
+        self.model, self.autocast = model, autocast
+        self.steps, self.found = 0, dict[Shape, Recorded]()
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, batch: Batch) -> "Recorded | None":
+        """Ready to replay with this batch put in; None where the step must run without."""
+        self.steps += 1
+        if self.steps <= WARM_UP or batch.lengths is None:
+            return None
+        places = layout(batch.lengths, width=batch.tokens.shape[1], few_sizes=True)
+        shape = Shape(batch.images.shape, batch.tokens.shape, int(places[0, -1]))
+        if shape not in self.found:
+            if len(self.found) == SHAPES:
+                return None
+            self.found[shape] = Recorded(self.model, batch, places, self.autocast, self.pool)
+        self.found[shape].fill(batch, places)
+        return self.found[shape]
+
+
+class Recorded:
+    """Both passes of the towers on tensors that stay where they are."""
+
+    def __init__(self, model: TwoTower, batch: Batch, places: Tensor, autocast: torch.autocast, pool: Any) -> None:
+        self.images, self.tokens = batch.images.clone(), batch.tokens.clone()
+        self.places = places.to(batch.images.device)
+        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.forward, pool=pool), autocast:
+            texts = Texts.at(self.tokens, self.places, size=int(places[0, -1]), longest=self.tokens.shape[1])
+            self.pair = model(self.images, texts)
+        self.pulls = tuple(torch.zeros_like(side) for side in self.pair)
+        trained = [(side, pull) for side, pull in zip(self.pair, self.pulls, strict=True) if side.requires_grad]
+        with torch.cuda.graph(self.backward, pool=pool):
+            self.gradients = torch.autograd.grad(
+                [side for side, _ in trained], self.parameters, [pull for _, pull in trained], allow_unused=True
+            )
+        self.pair = tuple(side.detach() for side in self.pair)
+
+    def fill(self, batch: Batch, places: Tensor) -> None:
+        self.images.copy_(batch.images)
+        self.tokens.copy_(batch.tokens)
+        self.places.copy_(places.pin_memory(), non_blocking=True)
+
+    def embed(self) -> tuple[Tensor, Tensor]:
+        self.forward.replay()
+        image, text = self.pair
+        return image.detach().requires_grad_(), text.detach().requires_grad_()
+
+    def pull(self, image: Tensor | None, text: Tensor | None) -> None:
+        """From the embeddings' gradients to the parameters'."""
+        for place, pull in zip(self.pulls, (image, text), strict=True):
+            assert pull is not None
+            place.copy_(pull)
+        self.backward.replay()
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+
+
+def recorded(pieces: Pieces, batch: Batch, towers: Recorded) -> LossOutput:
+    """Loss and gradients of a batch, the towers replayed."""
+    image, text = towers.embed()
+    with pieces.autocast:
+        output = pieces.loss(image, text, batch.sample_ids, global_batch=pieces.batch)
+    pieces.scale.apply(output.loss).backward()
+    towers.pull(image.grad, text.grad)
+    return output
+
+
+def worth_recording(model: TwoTower, batch: int) -> bool:
+    """Whether launching would take longer than computing. Only what open_clip's own transformers do is known."""
+    if not model.own_image or model.end_of_text is None:
+        return False
+    visual = model.clip.visual
+    image = sum(p.numel() for p in visual.parameters()) * len(visual.positional_embedding)
+    text = sum(p.numel() for p in model.clip.parameters()) - sum(p.numel() for p in visual.parameters())
+    text -= model.clip.token_embedding.weight.numel() if hasattr(model.clip, "token_embedding") else 0
+    return 6 * batch * (image + 16 * text) < SMALL
