@@ -93,7 +93,8 @@ def row_attention(qkv: Tensor, *, causal: bool) -> Tensor:
 
 def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
     """(T, 3, H, d) -> (T, H, d). Half precision on CUDA has a kernel; others are padded for this one operation."""
-    if varlen_attn is not None and qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16):
+    half = qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16)
+    if varlen_attn is not None and half and qkv.shape[-1] % 8 == 0 and qkv.shape[-1] <= 256:
         q, k, v = qkv.unbind(1)
         where, longest = packing.offsets, packing.longest
         mixed = varlen_attn(q, k, v, where, where, longest, longest, **CAUSAL)
