@@ -25,10 +25,14 @@ def relative(found, right):
     return errors
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # torch's own, compiling
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("wide", [False, True])  # heads of 8, which the short kernel does not take, or of 32
 @pytest.mark.parametrize("family", ["clip", "a text tower of its own", "custom blocks", "end token by number"])
-def test_in_bf16_the_error_is_the_padded_runs(family, compiled):
-    model = model_of(*FAMILIES[family]).cuda().train()
+def test_in_bf16_the_error_is_the_padded_runs(family, wide, compiled):
+    base, vision, text = FAMILIES[family]
+    heads = ({"width": 64, "head_width": 32}, {"width": 64, "heads": 2}) if wide else ({}, {})
+    model = model_of(base, vision | heads[0], text | heads[1]).cuda().train()
     images, tokens = torch.randn(11, 3, 32, 32).cuda(), captions(eos=2 if "number" in family else 96).cuda()
     truth = both_ways(copy.deepcopy(model).double(), images.double(), tokens, ours=False)
     with torch.autocast("cuda", torch.bfloat16):

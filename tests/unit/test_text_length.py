@@ -77,7 +77,7 @@ def test_rounding_up_keeps_padding_that_changes_nothing(rows):
     assert len(wide.tokens) == min(rounded(int(lengths.sum())), tokens.numel())
     for texts in (exact, wide):
         assert torch.equal(texts.tokens[texts.ends], tokens[torch.arange(rows), lengths - 1])
-        assert torch.equal(texts.tokens, tokens[texts.rows, texts.positions])
+        assert torch.equal(texts.tokens, tokens[texts.packing.rows, texts.packing.positions])
     assert torch.allclose(model.encode_text(wide), model.encode_text(exact), rtol=1e-12, atol=1e-14)
 
 
@@ -85,7 +85,7 @@ def test_sizes_are_few_and_near():
     sizes = {rounded(total) for total in range(1024, 2049)}
     assert len(sizes) == STEPS + 1
     assert all(total <= rounded(total) <= total * (1 + 1 / STEPS) for total in range(16, 5000))
-    assert layout(torch.tensor([3, 2]), width=4, few_sizes=False).tolist() == [[0, 3, 5], [0, 2, 4]]
+    assert layout(torch.tensor([3, 2]), width=4, few_sizes=False).table.tolist() == [[0, 3, 5], [0, 2, 4]]
 
 
 def test_the_first_end_token_counts():

@@ -5,34 +5,17 @@ block of a tower only the token that is read goes on after the attention: the ot
 gradient.
 """
 
-import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
+from leanclip.ops.attention import Packing, packed_attention, row_attention
 
 RECOMPILES = 64  # towers x last block or not x with gradient or not x sizes, of one function
-CAUSAL: dict[str, Any] = {}  # how this torch's varlen_attn is told
-if varlen_attn is not None:
-    named = "window_size" in inspect.signature(varlen_attn).parameters
-    CAUSAL = {"window_size": (-1, 0)} if named else {"is_causal": True}
-
-
-class Packing(NamedTuple):
-    """How causal sequences lie behind each other."""
-
-    offsets: Tensor  # (B + 1,) int32
-    rows: Tensor  # (T,)
-    positions: Tensor  # (T,)
-    longest: int
 
 
 class Block(nn.Module):
@@ -73,7 +56,7 @@ def attention(layer: Any, x: Tensor, packing: Packing | None) -> Tensor:
     if norm is not None and not isinstance(norm, nn.Identity):
         q, k, v = qkv.unbind(-3)
         qkv = torch.stack([norm(q), layer.ln_k(k), v], -3)
-    mixed = row_attention(qkv, causal=False) if packing is None else packed_attention(qkv, packing)
+    mixed = row_attention(qkv) if packing is None else packed_attention(qkv, packing)
     if getattr(layer, "head_scale", None) is not None:
         mixed = mixed * layer.head_scale.flatten(1)
     return mixed.flatten(-2)
@@ -83,26 +66,6 @@ def after_attention(layer: Any, mixed: Tensor) -> Tensor:
     if isinstance(layer, nn.MultiheadAttention):
         return layer.out_proj(mixed)
     return layer.out_drop(layer.out_proj(layer.ln_inner(mixed)))
-
-
-def row_attention(qkv: Tensor, *, causal: bool) -> Tensor:
-    """(B, L, 3, H, d) -> (B, L, H, d)"""
-    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
-
-
-def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
-    """(T, 3, H, d) -> (T, H, d). Half precision on CUDA has a kernel; others are padded for this one operation."""
-    half = qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16)
-    if varlen_attn is not None and half and qkv.shape[-1] % 8 == 0 and qkv.shape[-1] <= 256:
-        q, k, v = qkv.unbind(1)
-        where, longest = packing.offsets, packing.longest
-        mixed = varlen_attn(q, k, v, where, where, longest, longest, **CAUSAL)
-        assert isinstance(mixed, Tensor)
-        return mixed
-    rectangle = qkv.new_zeros(len(packing.offsets) - 1, packing.longest, *qkv.shape[1:])
-    place = (packing.rows, packing.positions)
-    return row_attention(rectangle.index_put(place, qkv), causal=True)[place]
 
 
 def run_blocks(blocks: Any, x: Tensor, *, read: Any, packing: Packing | None = None, recomputed: int = 0) -> Tensor:

@@ -4,11 +4,13 @@ Exact for a causal text tower that is pooled at the end token: nothing behind th
 `padded_because` says why another tower runs on padded texts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from leanclip.ops.attention import FEW, Packing, tile_begins
 
 STEPS = 16  # sizes of a packed batch from one power of two to the next: compiled code meets few, at 3% of padding
 
@@ -27,55 +29,64 @@ class EndOfText:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts (B) behind each other. A class of its own, so that DDP and FSDP hand it on as it is."""
+    """Texts behind each other. A class of its own, so that DDP and FSDP hand it on as it is."""
 
     tokens: Tensor  # (T,)
-    positions: Tensor  # (T,) of each token in its text
-    rows: Tensor  # (T,) the text it belongs to
-    offsets: Tensor  # (B + 1,) int32: where each text begins, and the last one ends
     ends: Tensor  # (B,) where each end token is among all tokens
-    longest: int  # at least the length of the longest text, one of a few values
+    packing: Packing
 
     def __len__(self) -> int:
         return len(self.ends)
 
     @classmethod
     def pack(cls, tokens: Tensor, lengths: Tensor, *, few_sizes: bool = False) -> "Texts":
-        """Padded tokens (B, L) whose lengths are known on the host, so that nothing waits for the device.
-
-        With `few_sizes` the number of tokens is rounded up: the first texts keep some of their padding, which, behind
-        their end, changes nothing.
-        """
+        """Padded tokens (B, L) whose lengths are known on the host, so that nothing waits for the device."""
         places = layout(lengths, width=tokens.shape[1], few_sizes=few_sizes)
-        longest = min(-(-int(lengths.max()) // 8) * 8, tokens.shape[1])
-        if few_sizes:
-            longest = tokens.shape[1]
-        size = int(places[0, -1])
         if tokens.device.type == "cuda":
-            places = places.pin_memory().to(tokens.device, non_blocking=True)
-        return cls.at(tokens, places, size=size, longest=longest)
+            places = replace(places, table=places.table.pin_memory().to(tokens.device, non_blocking=True))
+        return cls.at(tokens, places)
 
     @classmethod
-    def at(cls, tokens: Tensor, places: Tensor, *, size: int, longest: int) -> "Texts":
+    def at(cls, tokens: Tensor, places: "Layout") -> "Texts":
         """The texts at the places that `layout` gave them."""
-        begins, ends = places[0], places[1, 1:]
+        begins, ends = places.table[0], places.table[1, 1:]
         count = torch.arange(len(tokens), device=tokens.device)
-        rows = torch.repeat_interleave(count, begins.diff(), output_size=size)
-        positions = torch.arange(size, device=tokens.device) - begins[rows]
-        return cls(tokens[rows, positions], positions, rows, begins.int(), ends, longest)
+        rows = torch.repeat_interleave(count, begins.diff(), output_size=places.size)
+        positions = torch.arange(places.size, device=tokens.device) - begins[rows]
+        offsets = begins.int()
+        tiles = tile_begins(offsets, tokens=places.size, longest=places.longest)
+        packing = Packing(offsets, rows, positions, places.longest, tiles)
+        return cls(tokens[rows, positions], ends, packing)
 
 
-def layout(lengths: Tensor, *, width: int, few_sizes: bool) -> Tensor:
-    """Where texts begin (with the end of the last), and their end tokens (behind a zero): two rows on the host."""
-    kept, total = lengths, int(lengths.sum())
+@dataclass(frozen=True)
+class Layout:
+    """Where texts lie behind each other."""
+
+    table: Tensor  # (2, B + 1): where each begins, with the end of the last; behind a zero, each end token
+    size: int  # tokens in all
+    longest: int  # at least the length of the longest
+
+
+def layout(lengths: Tensor, *, width: int, few_sizes: bool) -> Layout:
+    """The places of texts whose lengths are known on the host.
+
+    With `few_sizes` the number of tokens is rounded up: texts keep some of their padding, which, behind their end,
+    changes nothing. And they count as short or as long as the context, nothing between.
+    """
+    kept, size = lengths, int(lengths.sum())
     if few_sizes:
-        spare = width - lengths
-        more = min(rounded(total), width * len(lengths)) - total
-        kept = lengths + torch.minimum((more - (spare.cumsum(0) - spare)).clamp(min=0), spare)
-    places = torch.zeros(2, len(lengths) + 1, dtype=torch.int64)
-    places[0, 1:] = kept.cumsum(0)
-    places[1, 1:] = places[0, :-1] + lengths - 1
-    return places
+        size = min(rounded(size), width * len(lengths))
+        while more := size - int(kept.sum()):
+            spare = (width - kept).clamp(max=-(-more // len(kept)))
+            kept = kept + torch.minimum((more - (spare.cumsum(0) - spare)).clamp(min=0), spare)
+    longest = min(-(-int(kept.max()) // 8) * 8, width)
+    if few_sizes:
+        longest = min(FEW, width) if longest <= FEW else width
+    table = torch.zeros(2, len(lengths) + 1, dtype=torch.int64)
+    table[0, 1:] = kept.cumsum(0)
+    table[1, 1:] = table[0, :-1] + lengths - 1
+    return Layout(table, size, longest)
 
 
 def rounded(total: int) -> int:

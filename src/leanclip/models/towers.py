@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from leanclip.models.blocks import Packing, compiled, run_blocks
+from leanclip.models.blocks import compiled, run_blocks
 from leanclip.models.text_length import Texts
 
 
@@ -61,9 +61,9 @@ def embed_texts(tower: Any, texts: Texts, *, recomputed: int) -> Tensor:
     """What the tower makes of padded texts, at their true length."""
     dtype = tower.transformer.get_cast_dtype()
     x = tower.token_embedding(texts.tokens).to(dtype)
-    x = x + F.embedding(texts.positions, tower.positional_embedding).to(dtype)
-    packing = Packing(texts.offsets, texts.rows, texts.positions, texts.longest)
-    x = run_blocks(tower.transformer.resblocks, x, packing=packing, read=texts.ends, recomputed=recomputed)
+    x = x + F.embedding(texts.packing.positions, tower.positional_embedding).to(dtype)
+    blocks = tower.transformer.resblocks
+    x = run_blocks(blocks, x, packing=texts.packing, read=texts.ends, recomputed=recomputed)
     pooled, projection = tower.ln_final(x), tower.text_projection
     if projection is None:
         return pooled

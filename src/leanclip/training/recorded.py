@@ -4,6 +4,7 @@ The forward pass and the backward pass are recorded once for each shape and repl
 has state and looks at the host's numbers, runs as always.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from leanclip.data import Batch
 from leanclip.losses import LossOutput
 from leanclip.models import TwoTower
-from leanclip.models.text_length import Texts, layout
+from leanclip.models.text_length import Layout, Texts, layout
 from leanclip.training.pieces import Pieces
 
 WARM_UP = 3  # steps that run as always first: compilation, libraries' first calls, the loss's own
@@ -24,6 +25,7 @@ class Shape(NamedTuple):
     images: torch.Size
     tokens: torch.Size
     packed: int  # tokens
+    longest: int
 
 
 class Recorder:
@@ -40,7 +42,7 @@ class Recorder:
         if self.steps <= WARM_UP or batch.lengths is None:
             return None
         places = layout(batch.lengths, width=batch.tokens.shape[1], few_sizes=True)
-        shape = Shape(batch.images.shape, batch.tokens.shape, int(places[0, -1]))
+        shape = Shape(batch.images.shape, batch.tokens.shape, places.size, places.longest)
         if shape not in self.found:
             if len(self.found) == SHAPES:
                 return None
@@ -52,15 +54,14 @@ class Recorder:
 class Recorded:
     """Both passes of the towers on tensors that stay where they are."""
 
-    def __init__(self, model: TwoTower, batch: Batch, places: Tensor, autocast: torch.autocast, pool: Any) -> None:
+    def __init__(self, model: TwoTower, batch: Batch, places: Layout, autocast: torch.autocast, pool: Any) -> None:
         self.images, self.tokens = batch.images.clone(), batch.tokens.clone()
-        self.places = places.to(batch.images.device)
+        self.places = replace(places, table=places.table.to(batch.images.device))
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         torch.cuda.synchronize()
         with torch.cuda.graph(self.forward, pool=pool), autocast:
-            texts = Texts.at(self.tokens, self.places, size=int(places[0, -1]), longest=self.tokens.shape[1])
-            self.pair = model(self.images, texts)
+            self.pair = model(self.images, Texts.at(self.tokens, self.places))
         self.pulls = tuple(torch.zeros_like(side) for side in self.pair)
         trained = [(side, pull) for side, pull in zip(self.pair, self.pulls, strict=True) if side.requires_grad]
         with torch.cuda.graph(self.backward, pool=pool):
@@ -69,10 +70,10 @@ class Recorded:
             )
         self.pair = tuple(side.detach() for side in self.pair)
 
-    def fill(self, batch: Batch, places: Tensor) -> None:
+    def fill(self, batch: Batch, places: Layout) -> None:
         self.images.copy_(batch.images)
         self.tokens.copy_(batch.tokens)
-        self.places.copy_(places.pin_memory(), non_blocking=True)
+        self.places.table.copy_(places.table.pin_memory(), non_blocking=True)
 
     def embed(self) -> tuple[Tensor, Tensor]:
         self.forward.replay()
