@@ -5,8 +5,8 @@
     python benchmarks/bench_end_to_end.py --quick                # a tiny run on a CPU; nothing is kept
 
 The loader alone: its batches are fetched and thrown away. The step alone: the same batch again and again, on the
-device. Training is the command itself, in a process of its own. Rates are taken once the loader's store of batches, which
-fills while the towers are compiled, is used up. Rows go to benchmarks/results/end_to_end.csv.
+device. Training is the command itself, in a process of its own. Rates are taken once the loader's store of batches,
+which fills while the first steps are slow, is used up. Rows go to benchmarks/results/end_to_end.csv.
 """
 
 import argparse
@@ -29,17 +29,17 @@ from bench_data import photograph
 from PIL import Image
 
 import leanclip
-from leanclip.data import Shards, TrainingLoader
-from leanclip.data.decode import TrainingTransform
+from leanclip.data import DataConfig, TrainingLoader, open_datasets, training_transform
 from leanclip.data.loader import PREFETCH
 from leanclip.models import ModelConfig, create_model
 
 RESULTS = Path(__file__).parent / "results" / "end_to_end.csv"
 FIELDS = (
-    "date", "version", "torch", "device", "cores", "model", "batch", "workers", "jpeg", "kilobytes_per_jpeg",
-    "loader_per_second", "step_per_second", "train_per_second", "share_of_smaller", "data_wait",
+    "date", "version", "torch", "device", "cores", "model", "batch", "compile", "workers", "jpeg",
+    "kilobytes_per_jpeg", "loader_per_second", "step_per_second", "train_per_second", "share_of_smaller", "data_wait",
 )  # fmt: skip
-WORDS = "a photograph of two small brown dogs that play with an old red ball on the wet green grass".split()
+WORDS = "a photograph of two small brown dogs that play with an old red ball on the wet green grass"
+REPEATS = 8  # visits of every sample in an epoch, which is to be longer than a measurement
 
 
 def contents(photos: Path | None, size: tuple[int, int], different: int) -> list[bytes]:
@@ -52,7 +52,7 @@ def contents(photos: Path | None, size: tuple[int, int], different: int) -> list
             if len(found) < different and member.name.endswith(".jpg"):
                 file = archive.extractfile(member)
                 assert file is not None
-                wanted = size if len(found) % 3 else size[::-1]
+                wanted = size if len(found) % 3 else (size[1], size[0])
                 image = Image.open(file).convert("RGB").resize(wanted, Image.Resampling.BICUBIC)
                 grain = Image.effect_noise(wanted, 24).convert("RGB")  # an enlarged photograph has no fine detail
                 target = io.BytesIO()
@@ -66,7 +66,7 @@ def write_shards(directory: Path, jpegs: list[bytes], samples: int, shards: int 
         with tarfile.open(directory / f"{shard:05d}.tar", "w") as archive:
             for number in range(shard, samples, shards):
                 draw = random.Random(number)
-                caption = " ".join(draw.choices(WORDS, k=draw.randint(6, 21))).encode()
+                caption = " ".join(draw.choices(WORDS.split(), k=draw.randint(6, 21))).encode()
                 for ending, content in (("jpg", jpegs[number % len(jpegs)]), ("txt", caption)):
                     entry = tarfile.TarInfo(f"{number:09d}.{ending}")
                     entry.size = len(content)
@@ -76,33 +76,33 @@ def write_shards(directory: Path, jpegs: list[bytes], samples: int, shards: int 
 
 def loader_rate(pattern: str, model: str, batch: int, workers: int, steps: int) -> float:
     """Samples per second, after as many batches as the workers keep in store."""
-    source = Shards(pattern)
+    train = open_datasets(DataConfig(train_data=pattern, train_data_upsampling_factors=str(REPEATS)), seed=0).train
     towers = create_model(ModelConfig(model=model))
-    side = towers.preprocess.size
-    size = (side, side) if isinstance(side, int) else (side[0], side[1])
     loader = TrainingLoader(
-        source, range(len(source)), batch=batch, transform=TrainingTransform(size=size), tokenizer=towers.tokenizer,
-        seed=0, workers=workers, pin_memory=torch.cuda.is_available(), end_of_text=towers.end_of_text,
+        train.source, train.ids, batch=batch, transform=training_transform(towers.preprocess),
+        tokenizer=towers.tokenizer, seed=0, workers=workers, pin_memory=torch.cuda.is_available(),
+        end_of_text=towers.end_of_text,
     )  # fmt: skip
-    skip = PREFETCH * workers
+    skip, began = PREFETCH * workers, 0.0
     for number, _ in enumerate(loader.epoch(0), 1):
         if number == skip + 1:
             began = time.perf_counter()
         if number == skip + 1 + steps:
-            return steps * batch / (time.perf_counter() - began)  # pyright: ignore[reportPossiblyUnboundVariable]
-    raise ValueError(f"{len(source)} samples are too few for {skip + 1 + steps} batches of {batch}")
+            return steps * batch / (time.perf_counter() - began)
+    raise ValueError(f"{len(train.ids)} visits are too few for {skip + 1 + steps} batches of {batch}")
 
 
-def train(pattern: str, model: str, batch: int, workers: int, steps: int, folder: Path) -> tuple[float, float]:
+def train(
+    pattern: str, model: str, batch: int, workers: int, steps: int, folder: Path, compile: str
+) -> tuple[float, float]:
     """Samples per second of the last third of a run's steps, and the share of them spent waiting for data."""
     command = [
         sys.executable, "-m", "leanclip", "train", "--train-data", pattern, "--model", model, "--loss", "infonce",
         "--global-batch-size", str(batch), "--workers", str(workers), "--max-steps", str(steps), "--epochs", "99",
         "--eval-every", "0", "--report-to", "none", "--log-every", str(max(1, steps // 3)), "--logs", str(folder),
-        "--name", "run", "--micro-batch", str(batch),
+        "--name", "run", "--micro-batch", str(batch), "--train-data-upsampling-factors", str(REPEATS),
+        "--compile", compile,
     ]  # fmt: skip
-    if torch.cuda.is_available():
-        command += ["--compile", "on"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
@@ -114,42 +114,46 @@ def train(pattern: str, model: str, batch: int, workers: int, steps: int, folder
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--photos", type=Path, help="a tar with .jpg files")
-    parser.add_argument("--model", nargs="*", default=["ViT-B-32", "ViT-B-16"])
-    parser.add_argument("--batch", type=int, default=1024)
+    parser.add_argument("--model", nargs="*", default=["ViT-B-32"])
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--compile", choices=("on", "off"), default="on")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--steps", type=int, default=180, help="of training; the last third is timed")
     parser.add_argument("--size", type=int, nargs=2, default=(500, 375))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    samples, different = 40_000, 250
+    samples, different = 16_000, 250
     if arguments.quick:
         arguments.model, arguments.batch, arguments.workers, arguments.steps = ["leanclip-tiny"], 16, 1, 6
-        samples, different, arguments.size, arguments.output = 200, 8, (64, 48), Path(os.devnull)
+        samples, different, arguments.size, arguments.output = 100, 8, (64, 48), Path(os.devnull)
+        arguments.compile = "off"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        jpegs = contents(arguments.photos, tuple(arguments.size), different)
+        jpegs = contents(arguments.photos, (arguments.size[0], arguments.size[1]), different)
         pattern = write_shards(folder, jpegs, samples)
         size = sum(len(jpeg) for jpeg in jpegs) / len(jpegs) / 1e3
         steps = 3 if arguments.quick else 3 * arguments.workers  # whole rounds of the workers
         for number, model in enumerate(arguments.model):
             loader = loader_rate(pattern, model, arguments.batch, arguments.workers, steps)
-            alone = None if arguments.quick else step_rate(model, arguments.batch, device)
-            logs = folder / f"logs{number}"
-            rate, waited = train(pattern, model, arguments.batch, arguments.workers, arguments.steps, logs)
+            print(f"{model}: loader alone {loader:,.0f} samples/s", flush=True)
+            given = (pattern, model, arguments.batch, arguments.workers, arguments.steps, folder / f"logs{number}")
+            rate, waited = train(*given, arguments.compile)
+            print(f"{model}: training {rate:,.0f} samples/s, data wait {waited:.0%}", flush=True)
+            alone = loader if arguments.quick else step_rate(model, arguments, device)
             row = {
                 "date": datetime.date.today().isoformat(), "version": leanclip.__version__,
                 "torch": torch.__version__, "cores": os.cpu_count(), "model": model, "batch": arguments.batch,
                 "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
                 "workers": arguments.workers, "jpeg": "x".join(map(str, arguments.size)),
                 "kilobytes_per_jpeg": round(size, 1), "loader_per_second": round(loader, 1),
-                "step_per_second": "" if alone is None else round(alone, 1), "train_per_second": round(rate, 1),
-                "share_of_smaller": round(rate / min(loader, alone or loader), 3), "data_wait": round(waited, 3),
+                "step_per_second": round(alone, 1), "compile": arguments.compile,
+                "train_per_second": round(rate, 1),
+                "share_of_smaller": round(rate / min(loader, alone), 3), "data_wait": round(waited, 3),
             }  # fmt: skip
             print(
-                f"{model}: loader alone {loader:,.0f} samples/s, step alone {alone or float('nan'):,.0f},"
-                f" training {rate:,.0f} ({row['share_of_smaller']:.0%} of the smaller), data wait {waited:.0%}",
+                f"{model}: step alone {alone:,.0f} samples/s; training {row['share_of_smaller']:.0%} of the smaller",
                 flush=True,
             )
             new = not arguments.output.exists()
@@ -160,13 +164,14 @@ def main() -> None:
                 writer.writerow(row)  # pyright: ignore[reportArgumentType]
 
 
-def step_rate(model: str, batch: int, device: torch.device) -> float:
+def step_rate(model: str, arguments: argparse.Namespace, device: torch.device) -> float:
     """Samples per second of a step whose batch lies on the device."""
-    case = bench_step.Case(model, model, batch)
+    case = bench_step.Case(model, model, arguments.batch)
     data = bench_step.Data(case, bench_step.config_of(case), device)
-    found = bench_step.measure(bench_step.step_of("leanclip", case, data), device, seconds=2.0)
+    provider = "leanclip" if arguments.compile == "on" else "leanclip eager"
+    found = bench_step.measure(bench_step.step_of(provider, case, data), device, seconds=2.0)
     bench_step.free()
-    return batch / found["ms_per_step"] * 1e3
+    return arguments.batch / found["ms_per_step"] * 1e3
 
 
 if __name__ == "__main__":

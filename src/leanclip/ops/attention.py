@@ -53,7 +53,7 @@ def tile_begins(offsets: Tensor, *, tokens: int, longest: int) -> Tensor:
 def row_attention(qkv: Tensor, *, causal: bool = False) -> Tensor:
     """(B, L, 3, H, d) -> (B, L, H, d)"""
     length = qkv.shape[1]
-    if not causal and length <= LARGEST_TILE // 2 and _kernel(qkv):
+    if not causal and length <= LARGEST_TILE and _kernel(qkv):
         block = max(16, 1 << (length - 1).bit_length())
         return short_attention(qkv.flatten(0, 1), None, None, length, block).unflatten(0, qkv.shape[:2])
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
