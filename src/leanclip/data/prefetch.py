@@ -20,6 +20,7 @@ def on_device(batches: Iterator[Batch], device: torch.device, dtype: torch.dtype
         for batch in batches:
             yield batch.to(device, dtype)
         return
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     ready: queue.Queue[_Sent | BaseException | None] = queue.Queue(maxsize=1)
     stop = threading.Event()
     thread = threading.Thread(target=_send, args=(batches, device, dtype, ready, stop), daemon=True)
@@ -64,7 +65,7 @@ def _send(
     stop: threading.Event,
 ) -> None:
     try:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # of this thread
         stream = torch.cuda.Stream(device)
         for batch in batches:
             ready.put(_Sent(batch, device, dtype, stream))
