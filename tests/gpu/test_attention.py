@@ -48,7 +48,7 @@ def test_packed_sequences(dtype, longest, width, dim, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("length", [1, 17, 50, 64])
+@pytest.mark.parametrize("length", [1, 17, 50, 64, 65, 101, 128])
 def test_rows_of_one_length(dtype, length, monkeypatch):
     qkv = torch.randn(123, length, 3, 5, 64, device="cuda").to(dtype)
     compare(row_attention, qkv, monkeypatch)

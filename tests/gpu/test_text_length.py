@@ -1,12 +1,14 @@
 """Texts at their true length on a GPU: packed attention, compiled blocks and recorded towers against open_clip's."""
 
 import copy
+import json
 
 import pytest
 import torch
 from tower_cases import FAMILIES, both_ways, captions, model_of
 
 import leanclip
+from leanclip.cli.train import run
 from leanclip.data import Batch
 from leanclip.training.pieces import Pieces
 from leanclip.training.recorded import WARM_UP, Recorder
@@ -86,3 +88,23 @@ def test_recorded_towers_train_as_the_others_do():
 def test_a_recording_draws_new_random_numbers():
     losses = losses_of(recorder=True, patch_dropout=0.5, same_batch=True)[WARM_UP:]
     assert len(set(losses)) == len(losses)
+
+
+def test_the_trainer_records_beside_a_loader_that_copies(tmp_path):
+    """The thread that copies batches goes on while the towers are recorded."""
+    config = {
+        "embed_dim": 32,
+        "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},
+        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2},
+    }
+    (tmp_path / "vit.json").write_text(json.dumps(config))
+    found = {}
+    for graph in ("on", "off"):
+        run(
+            f"--model {tmp_path}/vit.json --max-steps 12 --global-batch-size 96 --workers 2 --eval-every 0"
+            f" --log-every 1 --name {graph} --graph {graph} --precision fp32 --loss fastclip-v3"
+            f" --logs {tmp_path}".split()
+        )
+        lines = [json.loads(line) for line in (tmp_path / graph / "metrics.jsonl").read_text().splitlines()]
+        found[graph] = [line["loss"] for line in lines if line["kind"] == "train"]
+    assert len(found["on"]) == 12 and found["on"] == pytest.approx(found["off"], rel=1e-3)

@@ -5,6 +5,7 @@ has state and looks at the host's numbers, runs as always.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 from leanclip.data import Batch
 from leanclip.losses import LossOutput
 from leanclip.models import TwoTower
-from leanclip.models.text_length import Layout, Texts, layout
+from leanclip.models.text_length import Layout, Texts, layout, text_tower
 from leanclip.training.pieces import Pieces
 
 WARM_UP = 3  # steps that run as always first: compilation, libraries' first calls, the loss's own
 SHAPES = 4  # recorded at most; each keeps its activations
+CAPTION = 16  # tokens, about
 SMALL = 4e12  # operations of the towers in a step: about 10 ms on a fast GPU
 
 
@@ -60,11 +62,12 @@ class Recorded:
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         torch.cuda.synchronize()
-        with torch.cuda.graph(self.forward, pool=pool), autocast:
+        record = partial(torch.cuda.graph, pool=pool, capture_error_mode="thread_local")  # others copy meanwhile
+        with record(self.forward), autocast:
             self.pair = model(self.images, Texts.at(self.tokens, self.places))
         self.pulls = tuple(torch.zeros_like(side) for side in self.pair)
         trained = [(side, pull) for side, pull in zip(self.pair, self.pulls, strict=True) if side.requires_grad]
-        with torch.cuda.graph(self.backward, pool=pool):
+        with record(self.backward):
             self.gradients = torch.autograd.grad(
                 [side for side, _ in trained], self.parameters, [pull for _, pull in trained], allow_unused=True
             )
@@ -104,8 +107,7 @@ def worth_recording(model: TwoTower, batch: int) -> bool:
     """Whether launching would take longer than computing. Only what open_clip's own transformers do is known."""
     if not model.own_image or model.end_of_text is None:
         return False
-    visual = model.clip.visual
-    image = sum(p.numel() for p in visual.parameters()) * len(visual.positional_embedding)
-    text = sum(p.numel() for p in model.clip.parameters()) - sum(p.numel() for p in visual.parameters())
-    text -= model.clip.token_embedding.weight.numel() if hasattr(model.clip, "token_embedding") else 0
-    return 6 * batch * (image + 16 * text) < SMALL
+    visual, text = model.clip.visual, text_tower(model.clip).transformer
+    image_work = len(visual.positional_embedding) * sum(p.numel() for p in visual.transformer.parameters())
+    text_work = CAPTION * sum(p.numel() for p in text.parameters())
+    return 6 * batch * (image_work + text_work) < SMALL
