@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from tower_cases import FAMILIES, both_ways, captions, model_of
 
 from leanclip.models import two_tower
-from leanclip.models.text_length import STEPS, EndOfText, Texts, layout, rounded
+from leanclip.models.text_length import FEWER, MANY, STEPS, EndOfText, Texts, layout, rounded
 
 PADDED = {
     "class token": ({"custom_text": True}, {"embed_cls": True}),
@@ -82,9 +82,10 @@ def test_rounding_up_keeps_padding_that_changes_nothing(rows):
 
 
 def test_sizes_are_few_and_near():
-    sizes = {rounded(total) for total in range(1024, 2049)}
-    assert len(sizes) == STEPS + 1
-    assert all(total <= rounded(total) <= total * (1 + 1 / STEPS) for total in range(16, 5000))
+    assert len({rounded(total) for total in range(16384, 32769)}) == STEPS + 1
+    assert len({rounded(total) for total in range(1024, 2049)}) == FEWER + 1
+    assert all(total <= rounded(total) <= total * (1 + 1 / FEWER) for total in range(1, MANY))
+    assert all(total <= rounded(total) <= total * (1 + 1 / STEPS) for total in range(MANY, 40_000, 7))
     assert layout(torch.tensor([3, 2]), width=4, few_sizes=False).table.tolist() == [[0, 3, 5], [0, 2, 4]]
 
 

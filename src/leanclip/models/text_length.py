@@ -12,7 +12,8 @@ from torch import Tensor
 
 from leanclip.ops.attention import FEW, Packing, tile_begins
 
-STEPS = 16  # sizes of a packed batch from one power of two to the next: compiled code meets few, at 3% of padding
+STEPS, FEWER = 16, 4  # sizes of a packed batch from one power of two to the next: compiled code meets few of them
+MANY = 8192  # tokens: from here on chance moves the total so little that STEPS are few, at 3% of padding
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ def layout(lengths: Tensor, *, width: int, few_sizes: bool) -> Layout:
 
 
 def rounded(total: int) -> int:
-    """Up to the next of STEPS sizes in each doubling."""
-    step = max(1, (1 << (total.bit_length() - 1)) // STEPS)
+    """Up to the next of a few sizes in each doubling."""
+    step = max(1, (1 << (total.bit_length() - 1)) // (STEPS if total >= MANY else FEWER))
     return -(-total // step) * step
 
 

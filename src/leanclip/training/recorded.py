@@ -4,6 +4,7 @@ The forward pass and the backward pass are recorded once for each shape and repl
 has state and looks at the host's numbers, runs as always.
 """
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from leanclip.models import TwoTower
 from leanclip.models.text_length import Layout, Texts, layout, text_tower
 from leanclip.training.pieces import Pieces
 
-WARM_UP = 3  # steps that run as always first: compilation, libraries' first calls, the loss's own
+WARM_UP = 3  # steps of each shape that run as always first: nothing may be compiled while a recording is made
 SHAPES = 4  # recorded at most; each keeps its activations
 CAPTION = 16  # tokens, about
 SMALL = 4e12  # operations of the towers in a step: about 10 ms on a fast GPU
@@ -35,18 +36,18 @@ class Recorder:
 
     def __init__(self, model: TwoTower, autocast: torch.autocast) -> None:
         self.model, self.autocast = model, autocast
-        self.steps, self.found = 0, dict[Shape, Recorded]()
+        self.met, self.found = Counter[Shape](), dict[Shape, Recorded]()
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, batch: Batch) -> "Recorded | None":
         """Ready to replay with this batch put in; None where the step must run without."""
-        self.steps += 1
-        if self.steps <= WARM_UP or batch.lengths is None:
+        if batch.lengths is None:
             return None
         places = layout(batch.lengths, width=batch.tokens.shape[1], few_sizes=True)
         shape = Shape(batch.images.shape, batch.tokens.shape, places.size, places.longest)
         if shape not in self.found:
-            if len(self.found) == SHAPES:
+            self.met[shape] += 1
+            if self.met[shape] <= WARM_UP or len(self.found) == SHAPES:
                 return None
             self.found[shape] = Recorded(self.model, batch, places, self.autocast, self.pool)
         self.found[shape].fill(batch, places)
