@@ -28,6 +28,8 @@ SWITCHES = {
     "torchcompile", "debug", "copy-codebase", "horovod", "ddp-static-graph", "no-set-device-rank",
     "delete-previous-checkpoint",
 }  # fmt: skip
+# Flags of ours that may stand alone, for this value.
+BARE = {"grad-checkpointing": "True", "compile": "on", "graph": "on"}
 # What OpenCLIP has where nothing is given, as far as it is another value than ours.
 DEFAULTS = {
     "loss": "infonce", "model": "RN50", "batch-size": "64", "lr": "5e-4", "wd": "0.2", "warmup": "10000",
@@ -238,6 +240,12 @@ def _pretrained(line: Line) -> None:
         del line.given["pretrained"]
 
 
+def _torchcompile(line: Line) -> None:
+    del line.given["torchcompile"]
+    line.given["compile"] = ["on"]
+    line.note("torchcompile", "becomes --compile on")
+
+
 def _siglip(line: Line) -> None:
     del line.given["siglip"]
     if line.one("loss") not in (None, "siglip"):
@@ -371,7 +379,7 @@ FLAGS = (
         "`--aug-scale`, `--aug-color-jitter`, `--aug-color-jitter-prob`, `--aug-gray-scale-prob`; others are refused",
         _aug_cfg,
     ),
-    _same("grad-checkpointing"),
+    _same("grad-checkpointing", "the same flag; it takes a number of blocks too"),
     Flag("local-loss", "ignored", "is always so: no process holds the whole matrix"),
     Flag("gather-with-grad", "ignored", "is always so: gradients are exact on any number of processes"),
     _same("force-context-length"),
@@ -380,7 +388,7 @@ FLAGS = (
     _same("force-patch-dropout"),
     _same("force-custom-text"),
     Flag("torchscript", "ignored", "changes the speed only; the model runs as it is"),
-    Flag("torchcompile", "ignored", "changes the speed only; the model runs as it is"),
+    Flag("torchcompile", "translated", "`--compile on`", _torchcompile),
     Flag("trace", "refused", "a traced model cannot be trained; leave it out"),
     Flag(
         "accum-freq", "translated", "`--batch-size` times it, with the old batch size as `--micro-batch`", _accum_freq
@@ -429,6 +437,10 @@ def from_openclip(arguments: list[str]) -> tuple[list[str], list[str]]:
     A line without any of OpenCLIP's own flags comes back as it is, but for values that OpenCLIP spells otherwise.
     """
     line = Line.of(arguments)
+    for name, value in BARE.items():
+        if line.given.get(name) == []:
+            line.given[name] = [value]
+            arguments = line.arguments()
     before = dict(line.given)
     _complete(line)
     line.foreign = any(name in BY_NAME and name not in OURS | STARTING for name in line.given)

@@ -105,6 +105,8 @@ def start(settings: TrainConfig, *, dry_run: bool, alive: Callable[[], None], st
         console.print(note)
     if job.resume_from is not None:
         console.print(f"resumed from {job.resume_from} at step {job.position.step} of {job.steps}")
+    if reason := job.model.padded_because:
+        console.print(f"captions run padded to the context length: {reason}")
     if job.pieces.parts > 1:
         each = -(-job.ranks.largest_share(job.loader.batch) // job.pieces.parts)
         console.print(f"micro-batches: {job.pieces.parts} of {each} samples a step")

@@ -6,6 +6,7 @@ from leanclip.data.config import DataConfig
 from leanclip.data.datasets import Datasets, Subset, TrainingSet, open_datasets, open_source, open_validation
 from leanclip.data.decode import evaluation_transform, training_transform
 from leanclip.data.loader import TrainingLoader, evaluation_batches
+from leanclip.data.prefetch import on_device
 from leanclip.data.shards import Manifest, Shards, check_manifest, load_manifest
 from leanclip.data.source import BrokenSample, Source
 
@@ -25,6 +26,7 @@ __all__ = [
     "evaluation_batches",
     "evaluation_transform",
     "load_manifest",
+    "on_device",
     "open_datasets",
     "open_source",
     "open_validation",

@@ -14,6 +14,7 @@ class Batch:
     images: Tensor  # (B, 3, H, W) uint8: the model normalises
     tokens: Tensor  # (B, L)
     sample_ids: Tensor  # (B,) stable integers in [0, n)
+    lengths: Tensor | None = None  # (B,) of the texts, end token included; on the host, where shapes are decided
     broken: Mapping[str, int] = field(default_factory=dict)  # samples that others stand in for, by kind
     examples: tuple[str, ...] = ()  # what was wrong with some of them
 
@@ -41,4 +42,7 @@ class Batch:
     def split(self, parts: int) -> "list[Batch]":
         """Micro-batches whose sizes differ by one at most."""
         pieces = (part.tensor_split(parts) for part in (self.images, self.tokens, self.sample_ids))
-        return [Batch(images=i, tokens=t, sample_ids=s) for i, t, s in zip(*pieces, strict=True)]
+        lengths = [None] * parts if self.lengths is None else self.lengths.tensor_split(parts)
+        return [
+            Batch(images=i, tokens=t, sample_ids=s, lengths=n) for i, t, s, n in zip(*pieces, lengths, strict=True)
+        ]

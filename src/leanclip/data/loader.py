@@ -25,6 +25,7 @@ class TrainingLoader:
     """The training batches of each epoch. Where it stands is (epoch, step), and going there reads nothing.
 
     `batch` is the global batch; `share` the slice of every one that this process reads, by default all of it.
+    `end_of_text` finds the lengths of tokenised texts, for models that run them without padding.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class TrainingLoader:
         workers: int,
         pin_memory: bool,
         shuffle: Shuffle = "all",
+        end_of_text: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         visits = ids if isinstance(ids, Visits) else Once(ids)
         if len(visits) < batch:
@@ -50,7 +52,7 @@ class TrainingLoader:
         self.order = Order(visits, batch=batch, seed=seed, shuffle=shuffle)
         self._steps = _Steps()
         steps = _TrainingSteps(
-            source, self.order, slice(0, batch) if share is None else share, transform, tokenizer, seed
+            source, self.order, slice(0, batch) if share is None else share, transform, tokenizer, seed, end_of_text
         )
         self._loader = _data_loader(
             steps, sampler=self._steps, workers=workers, pin_memory=pin_memory, persistent_workers=workers > 0
@@ -99,6 +101,7 @@ class _TrainingSteps(Dataset):
     transform: Transform
     tokenizer: Callable[..., Tensor]
     seed: int
+    end_of_text: Callable[[Tensor], Tensor] | None  # from tokens to the lengths of the texts
 
     def __getitem__(self, key: tuple[int, int]) -> Batch | UserError:
         try:
@@ -131,10 +134,12 @@ class _TrainingSteps(Dataset):
                     f"no sample is left to stand in for a broken one ({'; '.join(examples)}): "
                     "remove the broken samples, or give a smaller --batch-size"
                 )
+        texts = torch.stack(tokens) if tokens else torch.empty(0, dtype=torch.int64)
         return Batch(
             images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
-            tokens=torch.stack(tokens) if tokens else torch.empty(0, dtype=torch.int64),
+            tokens=texts,
             sample_ids=torch.tensor(taken, dtype=torch.int64),
+            lengths=self.end_of_text(texts) if tokens and self.end_of_text is not None else None,
             broken=dict(broken),
             examples=tuple(examples),
         )

@@ -89,7 +89,7 @@ def embed_texts(
     own = [distinct[row] for row in equal_share(ranks, len(distinct))]
     embedded = []
     for start in range(0, len(own), batch):
-        tokens = model.tokenizer(own[start : start + batch]).to(device)
+        tokens = model.tokenizer(own[start : start + batch])  # the model takes them to the device
         embedded.append(model.encode_text(tokens).to(wide_dtype(model)))
         advance(len(tokens) * ranks.size)
     everyones = _everybodys(ranks, torch.cat(embedded), width=len(own))

@@ -4,6 +4,7 @@ import difflib
 import json
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -13,11 +14,16 @@ from typing import Any
 import open_clip
 import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
+from open_clip.transformer import CustomResidualAttentionBlock, ResidualAttentionBlock, VisionTransformer
 from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from leanclip.errors import UserError
+from leanclip.models.blocks import Block
 from leanclip.models.config import ModelConfig
+from leanclip.models.text_length import EndOfText, Texts, padded_because, pooling, text_tower
+from leanclip.models.towers import embed_images, embed_texts, normalised
 from leanclip.models.untrusted import check_architecture, check_weights, without_code
 
 WEIGHTS_FILE = "open_clip_model.safetensors"  # the two names that open_clip looks for in a `local-dir:`
@@ -27,6 +33,17 @@ PROMPT_SETS = {"openai": OPENAI_IMAGENET_TEMPLATES, "simple": SIMPLE_IMAGENET_TE
 
 for _path in sorted((Path(__file__).parent / "configs").glob("*.json")):
     open_clip.add_model_config(_path)
+
+
+class OwnBlock(Block, ResidualAttentionBlock):
+    """The usual block, with our way to run it."""
+
+
+class OwnCustomBlock(Block, CustomResidualAttentionBlock):
+    """The one with its own attention, likewise."""
+
+
+OWN_BLOCKS = {ResidualAttentionBlock: OwnBlock, CustomResidualAttentionBlock: OwnCustomBlock}
 
 
 class TwoTower(nn.Module):
@@ -51,6 +68,12 @@ class TwoTower(nn.Module):
         for parameter in (clip.logit_scale, clip.logit_bias):
             if parameter is not None:
                 parameter.requires_grad_(False)
+        self.recomputed, self.compiled = 0, False
+        self.own_image = _runs_here(clip.visual) and _adopted(clip.visual.transformer)
+        self.padded_because = padded_because(clip)
+        if self.padded_because is None and not _adopted(text_tower(clip).transformer):
+            self.padded_because = "the text tower has blocks of an unknown kind"
+        self.end_of_text: EndOfText | None = None if self.padded_because else pooling(clip)
 
     def train(self, mode: bool = True) -> "TwoTower":
         super().train(mode)
@@ -62,7 +85,7 @@ class TwoTower(nn.Module):
         return self
 
     def forward(
-        self, images: Tensor, tokens: Tensor, between: Callable[[Tensor], None] | None = None
+        self, images: Tensor, tokens: Tensor | Texts, between: Callable[[Tensor], None] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Both embeddings; `between` gets the images' before the texts' are computed."""
         image = self.encode_image(images)
@@ -72,19 +95,33 @@ class TwoTower(nn.Module):
 
     def encode_image(self, images: Tensor) -> Tensor:
         """Unit vectors of images: uint8 pixels, or what `transform` made of them."""
-        return self.clip.encode_image(self.normalised(images), normalize=True)
+        visual = self.clip.visual
+        if self.own_image:
+            found = embed_images(
+                visual, images, self.image_mean, self.image_std, recomputed=self.recomputed, compile=self.compiled
+            )
+            return F.normalize(found, dim=-1)
+        dtype = next(visual.parameters()).dtype
+        return self.clip.encode_image(normalised(images, self.image_mean, self.image_std, dtype), normalize=True)
 
-    def encode_text(self, tokens: Tensor) -> Tensor:
-        return self.clip.encode_text(tokens, normalize=True)
+    def encode_text(self, tokens: Tensor | Texts) -> Tensor:
+        """Unit vectors of texts, from padded tokens (B, L) or from `texts`."""
+        texts = self.texts(tokens) if isinstance(tokens, Tensor) else tokens
+        if isinstance(texts, Tensor):
+            return self.clip.encode_text(texts, normalize=True)
+        return F.normalize(embed_texts(text_tower(self.clip), texts, recomputed=self.recomputed), dim=-1)
 
-    def normalised(self, images: Tensor) -> Tensor:
-        """uint8 pixels as the image tower wants them, in its precision; other images are what it wants already."""
-        if images.dtype != torch.uint8:
-            return images
-        dtype = next(self.clip.visual.parameters()).dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        mean, std = self.image_mean.to(wide), self.image_std.to(wide)
-        return images.to(wide).div(255).sub(mean).div(std).to(dtype)
+    def texts(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor | Texts:
+        """Padded tokens at their true length, where the text tower allows it, on the model's device.
+
+        Tokens on the host, or their `lengths` there, spare a wait for the device.
+        """
+        device = self.image_mean.device
+        if self.end_of_text is None:
+            return tokens.to(device, non_blocking=True)
+        if lengths is None:
+            lengths = self.end_of_text(tokens).cpu()
+        return Texts.pack(tokens.to(device, non_blocking=True), lengths, few_sizes=device.type == "cuda")
 
     def transform(self, *, train: bool, scale: tuple[float, float] | None = None) -> Callable[..., Tensor]:
         """open_clip's own image transform, from a PIL image to a normalised tensor: for inference and comparison."""
@@ -108,9 +145,26 @@ class TwoTower(nn.Module):
     def lock_text(self, unlocked_layers: int = 0) -> None:
         self.clip.lock_text_tower(unlocked_layers=unlocked_layers)
 
-    def checkpoint_activations(self) -> None:
-        """Keep only the inputs of the transformer blocks for the backward pass, and compute the rest again."""
-        self.clip.set_grad_checkpointing(True)
+    def checkpoint_activations(self, blocks: int | None = None) -> None:
+        """Keep only the inputs of each tower's first blocks for the backward pass, and compute the rest again.
+
+        By default of all blocks. Towers that are not open_clip's own transformers know all or none.
+        """
+        self.clip.set_grad_checkpointing(blocks != 0)
+        self.recomputed = sys.maxsize if blocks is None else blocks
+
+    def pad_texts(self) -> None:
+        """Run the text tower on padded texts, as open_clip does."""
+        self.end_of_text = None
+
+    def compile_towers(self, *, whole: bool = True) -> None:
+        """Compile what a training step runs, when it first runs: the towers' blocks, or another image tower whole."""
+        self.compiled = True
+        for module in self.modules():
+            if isinstance(module, Block):
+                module.compiled = True
+        if whole and not self.own_image:
+            self.clip.visual.compile()
 
     def temperature(self) -> float:
         return math.exp(-float(self.clip.logit_scale.detach().reshape(())))
@@ -300,6 +354,28 @@ def _build(
     if weights is not None:
         _load_weights(clip, weights, name)
     return TwoTower(clip, name, config, tokenizer)
+
+
+def _adopted(transformer: Any) -> bool:
+    """Give a transformer's blocks our way to run; whether they are of a kind that can."""
+    blocks = list(transformer.resblocks)
+    if not all(type(block) in OWN_BLOCKS and not hasattr(block, "ln_1_kv") for block in blocks):
+        return False
+    if any(getattr(block.attn, "logit_scale", None) is not None for block in blocks):
+        return False  # cosine attention
+    for block in blocks:
+        block.__class__ = OWN_BLOCKS[type(block)]
+    return True
+
+
+def _runs_here(visual: Any) -> bool:
+    return (
+        type(visual) is VisionTransformer
+        and visual.attn_pool is None
+        and not visual.output_tokens
+        and visual.conv1.bias is None
+        and visual.conv1.stride == visual.conv1.kernel_size
+    )
 
 
 @contextmanager

@@ -136,8 +136,18 @@ class ParallelConfig:
     """Embed this many samples at a time and keep only their embeddings: a large batch on a small GPU, with the
     gradients of the whole batch, for about half more time. Default: the whole share of a process, or on a GPU
     where that does not fit the most that does."""
-    grad_checkpointing: bool = False
-    """Recompute the transformer blocks' activations in the backward pass instead of keeping them."""
+    grad_checkpointing: bool | int = False
+    """Recompute the transformer blocks' activations in the backward pass instead of keeping them: of all blocks, or
+    of this many of each tower (--grad-checkpointing 6)."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the towers: faster steps after a first one that takes longer. auto: on a GPU, in runs of 200 steps or
+    more."""
+    graph: Literal["auto", "on", "off"] = "auto"
+    """Record the towers as CUDA graphs, so that a small model does not wait for the host. auto: on one GPU, where
+    their arithmetic takes less than about 10 ms."""
+    pad_text: bool = False
+    """Run the text tower on captions padded to the context length, as OpenCLIP does. Default: on their own tokens
+    only, which is the same for causal towers that are read at the end token, and faster."""
     fsdp: bool = False
     """Split weights, gradients and optimizer state over the processes (FSDP2). Default: every one has all (DDP)."""
     use_bn_sync: bool = False
@@ -146,6 +156,8 @@ class ParallelConfig:
     """Seconds after which processes stop waiting for one that died or hangs."""
 
     def __post_init__(self) -> None:
+        if self.grad_checkpointing < 0:
+            raise ValueError(f"grad_checkpointing is {self.grad_checkpointing}; give a number of blocks, or none")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise ValueError(f"micro_batch is {self.micro_batch}; it must be at least 1")
         if not 0 < self.dist_timeout < 1e6:

@@ -85,5 +85,5 @@ def _peak(model: TwoTower, size: int, autocast: torch.autocast) -> int:
 def _trial(model: TwoTower, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     pixels = model.preprocess.size
     height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
-    tokens = model.tokenizer(["a"]).to(device).expand(size, -1).contiguous()
+    tokens = model.tokenizer(["a " * 1000]).to(device).expand(size, -1).contiguous()  # as long as any
     return torch.zeros(size, 3, height, width, device=device, dtype=torch.uint8), tokens

@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 
 from rich.console import Console
 
-from leanclip.data import Batch, BrokenCount, Subset
+from leanclip.data import Batch, BrokenCount, Subset, on_device
 from leanclip.distributed import LEDGER, Traffic, traffic
 from leanclip.errors import UserError
 from leanclip.evaluation import classify, embed, hardest_negatives, retrieval_metrics, retrieval_panel, summary
@@ -198,6 +198,7 @@ class _Trainer:
     def batches(self) -> Iterator[Batch]:
         """The rest of this epoch's batches, on the device, with the time spent waiting for them counted."""
         batches = self.job.loader.epoch(self.epoch, start=self.epoch_step)
+        batches = on_device(batches, self.job.device, self.job.dtype)
         while True:
             began = time.perf_counter()
             batch = next(batches, None)
@@ -207,7 +208,7 @@ class _Trainer:
             self.met.append((len(batch), dict(batch.broken), batch.examples))
             if self.job.ranks.size == 1:
                 self.count_broken()
-            yield batch.to(self.job.device, self.job.dtype)
+            yield batch
 
     def count_broken(self) -> None:
         """What all processes met since the last time; too many broken samples end the run on all of them alike."""
@@ -226,7 +227,11 @@ class _Trainer:
         self.lr = scheduled(optim, self.step, steps=job.steps, steps_per_epoch=job.loader.steps_per_epoch)
         set_learning_rate(job.optimizer, self.lr, peak=optim.lr)
         LEDGER.clear()
+        began = time.perf_counter()
         result = training_step(job.pieces, batch)
+        if job.compiled and self.step == job.position.step:
+            took = time.perf_counter() - began
+            self.progress.print(f"the first step took {took:.0f} s, to compile the towers (--compile off does not)")
         self.skipped += result.skipped
         if job.ema is not None and not result.skipped:
             job.ema.update()

@@ -21,10 +21,11 @@ def cached(pieces: Pieces, batch: Batch) -> LossOutput:
     parts = batch.split(pieces.parts)
     device = batch.images.device
     states, embedded = [], []
+    inputs = [(part.images, pieces.texts(part.tokens, part.lengths)) for part in parts]
     with torch.no_grad(), pieces.autocast:
-        for part in pieces.norms.once(parts):
+        for pair in pieces.norms.once(inputs):
             states.append(RandomState.now(device))
-            embedded.append(pieces.towers(part.images, part.tokens))
+            embedded.append(pieces.towers(*pair))
     image, text = (torch.cat(side).requires_grad_() for side in zip(*embedded, strict=True))
 
     with pieces.autocast:
@@ -35,11 +36,11 @@ def cached(pieces: Pieces, batch: Batch) -> LossOutput:
     sizes = [len(part) for part in parts]
     gradients = zip(image.grad.split(sizes), text.grad.split(sizes), strict=True)
     with pieces.norms.frozen():
-        for number, (part, state, pulls) in enumerate(zip(parts, states, gradients, strict=True), 1):
+        for number, (given, state, pulls) in enumerate(zip(inputs, states, gradients, strict=True), 1):
             state.restore(device)
             with reducing(pieces.towers, number == len(parts)):
                 with pieces.autocast:
-                    pair = pieces.towers(part.images, part.tokens)
+                    pair = pieces.towers(*given)
                 trained = [(side, pull) for side, pull in zip(pair, pulls, strict=True) if side.requires_grad]
                 torch.autograd.backward([side for side, _ in trained], [pull for _, pull in trained])
     return output

@@ -1,12 +1,15 @@
 """What a training step works with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from leanclip.data import Batch
 from leanclip.distributed import Ranks
 from leanclip.losses import ContrastiveLoss
 from leanclip.training.batch_norm import RunningAverages
@@ -20,6 +23,8 @@ class Pieces:
     optimizer: Optimizer
     batch: int  # the global one
     parts: int = 1  # micro-batches
+    texts: Callable[[Tensor, Tensor | None], Any] = lambda tokens, _: tokens  # tokens and lengths to what towers take
+    recorder: Callable[[Batch], Any] | None = None  # the towers as CUDA graphs, where they are worth it
     autocast: torch.autocast = field(default_factory=lambda: torch.autocast("cpu", enabled=False))
     grad_clip_norm: float | None = None
     scale: LossScale = field(default_factory=LossScale)

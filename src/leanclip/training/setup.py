@@ -29,10 +29,12 @@ from leanclip.training.fit import fitting
 from leanclip.training.loss_scale import LossScale
 from leanclip.training.openclip_checkpoint import OpenClipCheckpoint
 from leanclip.training.pieces import Pieces
+from leanclip.training.recorded import Recorder, worth_recording
 from leanclip.training.resume import AUTO, LATEST, SavedRun, find_saved
 from leanclip.training.state import RunState
 from leanclip.training.trackers import check_trackers
 
+WORTH_COMPILING = 200  # steps: the first one takes half a minute longer
 SHARDED_OPTIMIZERS = ("adamw", "lamb", "lion", "sgdm")
 
 
@@ -56,6 +58,7 @@ class Job:
     resume_from: Path | None
     ema: WeightEMA | None = None
     notes: tuple[str, ...] = ()  # about what was resumed
+    compiled: bool = False  # so the first step takes longer
     zero_shot: tuple[tuple[LabelledSet, Prompts], ...] = ()  # classified at each evaluation
 
     @property
@@ -165,8 +168,10 @@ def set_up(config: TrainConfig) -> Job:
     except ValueError as error:
         raise UserError(str(error)) from error
     _lock(model, config)
-    if config.parallel.grad_checkpointing:
-        model.checkpoint_activations()
+    if blocks := config.parallel.grad_checkpointing:
+        model.checkpoint_activations(None if blocks is True else blocks)
+    if config.parallel.pad_text:
+        model.pad_texts()
     model, loss = (module.to(device, torch.float64 if double else None) for module in (model, loss))
     assert isinstance(model, TwoTower) and isinstance(loss, ContrastiveLoss)
     autocast = autocast_of(run.precision, device)
@@ -178,6 +183,10 @@ def set_up(config: TrainConfig) -> Job:
         autocast=autocast,
         split=config.parallel.fsdp,
     )
+    steps = total_steps(config, samples=len(data.train), batch=batch)
+    compiled = compiles(config, device, steps)
+    if compiled:
+        model.compile_towers(whole=not config.parallel.fsdp)
     model, towers = _over_ranks(model, config, ranks, device)
     ema = None if run.ema is None else WeightEMA(model, run.ema)
     assert optim.wd is not None
@@ -199,6 +208,7 @@ def set_up(config: TrainConfig) -> Job:
         workers=config.data.workers,
         pin_memory=device.type == "cuda",
         shuffle=config.data.shuffle,
+        end_of_text=model.end_of_text,
     )
     if ranks.rank > 0:
         torch.manual_seed(run.seed + 7919 * ranks.rank)  # else all ranks' dropout would drop alike
@@ -212,6 +222,8 @@ def set_up(config: TrainConfig) -> Job:
         scale=LossScale.of(run.precision),
         ranks=ranks,
         parts=_parts(micro, ranks, batch),
+        texts=model.texts,
+        recorder=Recorder(model, autocast) if records(config, model, ranks, device) else None,
     )
     if pieces.norms.layers and batch // ranks.size // pieces.parts < 2:
         raise UserError(
@@ -220,7 +232,6 @@ def set_up(config: TrainConfig) -> Job:
     state = RunState(model=model, loss=loss, optimizer=optimizer, scale=pieces.scale, ema=ema, device=device)
     group = host_group(ranks)
     position = Position(step=0, epoch=0, epoch_step=0, samples=0, seconds=0.0, best=None)
-    steps = total_steps(config, samples=len(data.train), batch=batch)
     if saved is not None:
         saved.load(state, group, reset_loss=run.reset_loss_state)
         position = saved.position
@@ -238,7 +249,7 @@ def set_up(config: TrainConfig) -> Job:
         config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, pieces=pieces,
         ranks=ranks, loader=loader, steps=steps, state=state, group=group, position=position,
         resume_from=resume_from, notes=(*(f"warning: {each}" for each in warnings), *notes), zero_shot=zero_shot,
-        ema=ema,
+        ema=ema, compiled=compiled,
     )  # fmt: skip
 
 
@@ -257,6 +268,22 @@ def _over_ranks(
             )
         return model, sharded(model, ranks, device, methods=("encode_image", "encode_text"))
     return model, replicated(model, ranks, device)
+
+
+def compiles(config: TrainConfig, device: torch.device, steps: int) -> bool:
+    wanted = config.parallel.compile
+    return wanted == "on" or (wanted == "auto" and device.type == "cuda" and steps >= WORTH_COMPILING)
+
+
+def records(config: TrainConfig, model: TwoTower, ranks: Ranks, device: torch.device) -> bool:
+    wanted, batch = config.parallel.graph, config.data.global_batch_size
+    assert batch is not None
+    possible = (
+        device.type == "cuda" and ranks.size == 1 and not config.parallel.fsdp and model.end_of_text is not None
+    )
+    if wanted == "on" and not possible:
+        raise UserError("--graph works on one GPU, with a text tower that runs at true length; leave it out")
+    return possible and (wanted == "on" or (wanted == "auto" and worth_recording(model, batch)))
 
 
 def _parts(micro: int, ranks: Ranks, batch: int) -> int:

@@ -13,6 +13,7 @@ from leanclip.losses import LossOutput
 from leanclip.training.bad_steps import gradient_norms
 from leanclip.training.micro_batch import cached
 from leanclip.training.pieces import Pieces
+from leanclip.training.recorded import recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ def training_step(pieces: Pieces, batch: Batch) -> StepResult:
     """Embed both sides, compute the loss and its gradients, take one optimizer step."""
     loss, optimizer, scale = pieces.loss, pieces.optimizer, pieces.scale
     pieces.norms.remember()
-    output = direct(pieces, batch) if pieces.parts == 1 else cached(pieces, batch)
+    output = loss_and_gradients(pieces, batch)
 
     scale.remove([*pieces.towers.parameters(), *loss.parameters()])
     gradients = [parameter.grad for parameter in pieces.towers.parameters() if parameter.grad is not None]
@@ -57,11 +58,19 @@ def training_step(pieces: Pieces, batch: Batch) -> StepResult:
     )
 
 
+def loss_and_gradients(pieces: Pieces, batch: Batch) -> LossOutput:
+    """Of the batch at once, of its micro-batches, or with the towers replayed from a recording."""
+    if pieces.parts > 1:
+        return cached(pieces, batch)
+    towers = None if pieces.recorder is None else pieces.recorder(batch)
+    return direct(pieces, batch) if towers is None else recorded(pieces, batch, towers)
+
+
 def direct(pieces: Pieces, batch: Batch) -> LossOutput:
     """Loss and gradients of a batch at once. The images' embeddings travel while the texts' are computed."""
     send = partial(pieces.loss.send_ahead, global_batch=pieces.batch)
     with pieces.autocast:
-        image, text = pieces.towers(batch.images, batch.tokens, send)
+        image, text = pieces.towers(batch.images, pieces.texts(batch.tokens, batch.lengths), send)
         output = pieces.loss(image, text, batch.sample_ids, global_batch=pieces.batch)
     pieces.scale.apply(output.loss).backward()
     return output

@@ -1,0 +1,178 @@
+"""`leanclip train` on JPEG shards against what bounds it: the rate of the loader alone, and of the step alone.
+
+    python benchmarks/bench_end_to_end.py --photos photos.tar    # real photographs, enlarged to 500 x 375
+    python benchmarks/bench_end_to_end.py                        # noise with a photograph's spectrum instead
+    python benchmarks/bench_end_to_end.py --quick                # a tiny run on a CPU; nothing is kept
+
+The loader alone: its batches are fetched and thrown away. The step alone: the same batch again and again, on the
+device. Training is the command itself, in a process of its own. Rates are taken once the loader's store of batches,
+which fills while the first steps are slow, is used up. Rows go to benchmarks/results/end_to_end.csv.
+"""
+
+import argparse
+import csv
+import datetime
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+import bench_step
+import torch
+from bench_data import photograph
+from PIL import Image
+
+import leanclip
+from leanclip.data import DataConfig, TrainingLoader, open_datasets, training_transform
+from leanclip.data.loader import PREFETCH
+from leanclip.models import ModelConfig, create_model
+
+RESULTS = Path(__file__).parent / "results" / "end_to_end.csv"
+FIELDS = (
+    "date", "version", "torch", "device", "cores", "model", "batch", "compile", "workers", "jpeg",
+    "kilobytes_per_jpeg", "loader_per_second", "step_per_second", "train_per_second", "share_of_smaller", "data_wait",
+)  # fmt: skip
+WORDS = "a photograph of two small brown dogs that play with an old red ball on the wet green grass"
+REPEATS = 8  # visits of every sample in an epoch, which is to be longer than a measurement
+
+
+def contents(photos: Path | None, size: tuple[int, int], different: int) -> list[bytes]:
+    """JPEGs, a third of them upright, of quality 90."""
+    if photos is None:
+        return [photograph(*(size if number % 3 else size[::-1]), seed=number) for number in range(different)]
+    found = []
+    with tarfile.open(photos) as archive:
+        for member in archive:
+            if len(found) < different and member.name.endswith(".jpg"):
+                file = archive.extractfile(member)
+                assert file is not None
+                wanted = size if len(found) % 3 else (size[1], size[0])
+                image = Image.open(file).convert("RGB").resize(wanted, Image.Resampling.BICUBIC)
+                grain = Image.effect_noise(wanted, 24).convert("RGB")  # an enlarged photograph has no fine detail
+                target = io.BytesIO()
+                Image.blend(image, grain, 0.12).save(target, "JPEG", quality=90)
+                found.append(target.getvalue())
+    return found
+
+
+def write_shards(directory: Path, jpegs: list[bytes], samples: int, shards: int = 8) -> str:
+    for shard in range(shards):
+        with tarfile.open(directory / f"{shard:05d}.tar", "w") as archive:
+            for number in range(shard, samples, shards):
+                draw = random.Random(number)
+                caption = " ".join(draw.choices(WORDS.split(), k=draw.randint(6, 21))).encode()
+                for ending, content in (("jpg", jpegs[number % len(jpegs)]), ("txt", caption)):
+                    entry = tarfile.TarInfo(f"{number:09d}.{ending}")
+                    entry.size = len(content)
+                    archive.addfile(entry, io.BytesIO(content))
+    return str(directory / f"{{00000..{shards - 1:05d}}}.tar")
+
+
+def loader_rate(pattern: str, model: str, batch: int, workers: int, steps: int) -> float:
+    """Samples per second, after as many batches as the workers keep in store."""
+    train = open_datasets(DataConfig(train_data=pattern, train_data_upsampling_factors=str(REPEATS)), seed=0).train
+    towers = create_model(ModelConfig(model=model))
+    loader = TrainingLoader(
+        train.source, train.ids, batch=batch, transform=training_transform(towers.preprocess),
+        tokenizer=towers.tokenizer, seed=0, workers=workers, pin_memory=torch.cuda.is_available(),
+        end_of_text=towers.end_of_text,
+    )  # fmt: skip
+    skip, began = PREFETCH * workers, 0.0
+    for number, _ in enumerate(loader.epoch(0), 1):
+        if number == skip + 1:
+            began = time.perf_counter()
+        if number == skip + 1 + steps:
+            return steps * batch / (time.perf_counter() - began)
+    raise ValueError(f"{len(train.ids)} visits are too few for {skip + 1 + steps} batches of {batch}")
+
+
+def train(
+    pattern: str, model: str, batch: int, workers: int, steps: int, folder: Path, compile: str
+) -> tuple[float, float]:
+    """Samples per second of the last third of a run's steps, and the share of them spent waiting for data."""
+    command = [
+        sys.executable, "-m", "leanclip", "train", "--train-data", pattern, "--model", model, "--loss", "infonce",
+        "--global-batch-size", str(batch), "--workers", str(workers), "--max-steps", str(steps), "--epochs", "99",
+        "--eval-every", "0", "--report-to", "none", "--log-every", str(max(1, steps // 3)), "--logs", str(folder),
+        "--name", "run", "--micro-batch", str(batch), "--train-data-upsampling-factors", str(REPEATS),
+        "--compile", compile,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["kind"] == "train"]
+    return found[-1]["samples_per_second"], found[-1]["data_wait"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--photos", type=Path, help="a tar with .jpg files")
+    parser.add_argument("--model", nargs="*", default=["ViT-B-32"])
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--compile", choices=("on", "off"), default="on")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--steps", type=int, default=180, help="of training; the last third is timed")
+    parser.add_argument("--size", type=int, nargs=2, default=(500, 375))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    samples, different = 16_000, 250
+    if arguments.quick:
+        arguments.model, arguments.batch, arguments.workers, arguments.steps = ["leanclip-tiny"], 16, 1, 6
+        samples, different, arguments.size, arguments.output = 100, 8, (64, 48), Path(os.devnull)
+        arguments.compile = "off"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        jpegs = contents(arguments.photos, (arguments.size[0], arguments.size[1]), different)
+        pattern = write_shards(folder, jpegs, samples)
+        size = sum(len(jpeg) for jpeg in jpegs) / len(jpegs) / 1e3
+        steps = 3 if arguments.quick else 3 * arguments.workers  # whole rounds of the workers
+        for number, model in enumerate(arguments.model):
+            loader = loader_rate(pattern, model, arguments.batch, arguments.workers, steps)
+            print(f"{model}: loader alone {loader:,.0f} samples/s", flush=True)
+            given = (pattern, model, arguments.batch, arguments.workers, arguments.steps, folder / f"logs{number}")
+            rate, waited = train(*given, arguments.compile)
+            print(f"{model}: training {rate:,.0f} samples/s, data wait {waited:.0%}", flush=True)
+            alone = loader if arguments.quick else step_rate(model, arguments, device)
+            row = {
+                "date": datetime.date.today().isoformat(), "version": leanclip.__version__,
+                "torch": torch.__version__, "cores": os.cpu_count(), "model": model, "batch": arguments.batch,
+                "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+                "workers": arguments.workers, "jpeg": "x".join(map(str, arguments.size)),
+                "kilobytes_per_jpeg": round(size, 1), "loader_per_second": round(loader, 1),
+                "step_per_second": round(alone, 1), "compile": arguments.compile,
+                "train_per_second": round(rate, 1),
+                "share_of_smaller": round(rate / min(loader, alone), 3), "data_wait": round(waited, 3),
+            }  # fmt: skip
+            print(
+                f"{model}: step alone {alone:,.0f} samples/s; training {row['share_of_smaller']:.0%} of the smaller",
+                flush=True,
+            )
+            new = not arguments.output.exists()
+            with arguments.output.open("a", newline="") as file:
+                writer = csv.DictWriter(file, FIELDS)
+                if new:
+                    writer.writeheader()
+                writer.writerow(row)  # pyright: ignore[reportArgumentType]
+
+
+def step_rate(model: str, arguments: argparse.Namespace, device: torch.device) -> float:
+    """Samples per second of a step whose batch lies on the device."""
+    case = bench_step.Case(model, model, arguments.batch)
+    data = bench_step.Data(case, bench_step.config_of(case), device)
+    provider = "leanclip" if arguments.compile == "on" else "leanclip eager"
+    found = bench_step.measure(bench_step.step_of(provider, case, data), device, seconds=2.0)
+    bench_step.free()
+    return arguments.batch / found["ms_per_step"] * 1e3
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""open_clip's vision transformers and causal text towers, run block by block on the tokens that count."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from leanclip.models.blocks import compiled, run_blocks
+from leanclip.models.text_length import Texts
+
+
+def embed_images(visual: Any, images: Tensor, mean: Tensor, std: Tensor, *, recomputed: int, compile: bool) -> Tensor:
+    """What `visual(images)` is, of uint8 pixels or of normalised images."""
+    keep = kept_patches(visual, images)
+    prepare = compiled(patch_tokens) if compile and visual.training else patch_tokens
+    x = prepare(visual, images, mean, std, keep)
+    if visual.pool_type == "tok":
+        pooled = visual.ln_post(run_blocks(visual.transformer.resblocks, x, read=0, recomputed=recomputed))
+    else:
+        pooled, _ = visual._pool(run_blocks(visual.transformer.resblocks, x, read=..., recomputed=recomputed))
+    return pooled if visual.proj is None else pooled @ visual.proj
+
+
+def kept_patches(visual: Any, images: Tensor) -> Tensor | None:
+    """The patches that patch dropout leaves, drawn on the device; None for all."""
+    share = getattr(visual.patch_dropout, "prob", 0.0)
+    if not visual.training or not share:
+        return None
+    high, wide = (size // patch for size, patch in zip(images.shape[2:], visual.conv1.kernel_size, strict=True))
+    draw = torch.randn(len(images), high * wide, device=images.device)
+    return draw.topk(max(1, int(high * wide * (1 - share))), dim=-1).indices
+
+
+def patch_tokens(visual: Any, images: Tensor, mean: Tensor, std: Tensor, keep: Tensor | None) -> Tensor:
+    """Pixels to the tokens of the first block. A convolution whose patches do not overlap is a matrix product."""
+    weight = visual.conv1.weight
+    (batch, colours, height, width), (high, wide) = images.shape, visual.conv1.kernel_size
+    rows, columns = height // high, width // wide
+    pixels = normalised(images, mean, std, weight.dtype)[:, :, : rows * high, : columns * wide]
+    patches = pixels.reshape(batch, colours, rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5)
+    patches = patches.reshape(batch, rows * columns, -1)
+    first, places = visual.positional_embedding[:1], visual.positional_embedding[1:]
+    if keep is not None:
+        patches = patches.gather(1, keep[..., None].expand(-1, -1, patches.shape[-1]))
+        places = places[keep]
+    x = F.linear(patches, weight.flatten(1))
+    start = (visual.class_embedding.to(x.dtype) + first.to(x.dtype)).expand(batch, 1, -1)
+    return visual.ln_pre(torch.cat([start, x + places.to(x.dtype)], 1))
+
+
+def normalised(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 pixels as an image tower of this precision wants them; other images are what it wants already."""
+    if images.dtype != torch.uint8:
+        return images
+    wide = torch.promote_types(dtype, torch.float32)
+    return images.to(wide).div(255).sub(mean.to(wide)).div(std.to(wide)).to(dtype)
+
+
+def embed_texts(tower: Any, texts: Texts, *, recomputed: int) -> Tensor:
+    """What the tower makes of padded texts, at their true length."""
+    dtype = tower.transformer.get_cast_dtype()
+    x = tower.token_embedding(texts.tokens).to(dtype)
+    x = x + F.embedding(texts.packing.positions, tower.positional_embedding).to(dtype)
+    blocks = tower.transformer.resblocks
+    x = run_blocks(blocks, x, packing=texts.packing, read=texts.ends, recomputed=recomputed)
+    pooled, projection = tower.ln_final(x), tower.text_projection
+    if projection is None:
+        return pooled
+    return projection(pooled) if isinstance(projection, nn.Linear) else pooled @ projection

@@ -1,0 +1,127 @@
+"""Self-attention of many short sequences: rows of one length, or packed causal ones.
+
+Each has a form in plain PyTorch for any device and precision, and a kernel for half precision on CUDA, where the
+tiles of general kernels would be mostly padding.
+"""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from leanclip.ops.selection import available
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+CAUSAL: dict[str, Any] = {}  # how this torch's varlen_attn is told
+if varlen_attn is not None:
+    _named = "window_size" in inspect.signature(varlen_attn).parameters
+    CAUSAL = {"window_size": (-1, 0)} if _named else {"is_causal": True}
+LARGEST_TILE = 128  # tokens, which a program holds in registers
+FEW = 32  # tokens: texts up to here share a small tile
+
+
+class Packing(NamedTuple):
+    """How causal sequences lie behind each other."""
+
+    offsets: Tensor  # (B + 1,) int32: where each begins, and the last one ends
+    rows: Tensor  # (T,) the sequence of each token
+    positions: Tensor  # (T,) of each token in its sequence
+    longest: int  # at least the length of the longest
+    tiles: Tensor  # (n + 1,) int32: where groups of whole sequences begin that fit into a tile; empty if none could
+
+
+def tile_size(longest: int) -> int:
+    """Tokens of a tile for packed sequences up to this length; 0 if they are too long for one."""
+    return 64 if longest <= FEW else LARGEST_TILE if longest <= LARGEST_TILE else 0
+
+
+def tile_begins(offsets: Tensor, *, tokens: int, longest: int) -> Tensor:
+    """Group i has the sequences that begin in the i-th stretch of as many tokens as leave room for one more."""
+    if not (size := tile_size(longest)):
+        return offsets[:0]
+    stretch = size + 1 - longest
+    grid = stretch * torch.arange(-(-tokens // stretch) + 1, device=offsets.device, dtype=offsets.dtype)
+    return offsets[torch.searchsorted(offsets[:-1].contiguous(), grid)]
+
+
+def row_attention(qkv: Tensor, *, causal: bool = False) -> Tensor:
+    """(B, L, 3, H, d) -> (B, L, H, d)"""
+    length = qkv.shape[1]
+    if not causal and length <= LARGEST_TILE and _kernel(qkv):
+        block = max(16, 1 << (length - 1).bit_length())
+        return short_attention(qkv.flatten(0, 1), None, None, length, block).unflatten(0, qkv.shape[:2])
+    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
+def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
+    """(T, 3, H, d) -> (T, H, d)"""
+    if packing.tiles.numel() and _kernel(qkv):
+        return short_attention(qkv, packing.tiles, packing.rows, 0, tile_size(packing.longest))
+    half = qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16)
+    if varlen_attn is not None and half and qkv.shape[-1] % 8 == 0 and qkv.shape[-1] <= 256:
+        q, k, v = qkv.unbind(1)
+        where, longest = packing.offsets, packing.longest
+        mixed = varlen_attn(q, k, v, where, where, longest, longest, **CAUSAL)
+        assert isinstance(mixed, Tensor)
+        return mixed
+    rectangle = qkv.new_zeros(len(packing.offsets) - 1, packing.longest, *qkv.shape[1:])
+    place = (packing.rows, packing.positions)
+    return row_attention(rectangle.index_put(place, qkv), causal=True)[place]
+
+
+def _kernel(qkv: Tensor) -> bool:
+    """Whether the kernel takes it."""
+    half = qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16)
+    return half and qkv.shape[-1] in (16, 32, 64) and _triton()  # more would not fit beside a tile
+
+
+@torch.compiler.assume_constant_result
+def _triton() -> bool:
+    return "triton" in available(torch.empty(0, device="cuda", dtype=torch.bfloat16))
+
+
+@torch.library.custom_op("leanclip::short_attention", mutates_args=())
+def short_attention(qkv: Tensor, tiles: Tensor | None, rows: Tensor | None, length: int, block: int) -> Tensor:
+    """Of packed causal sequences in `tiles`, or of sequences of `length` that see all of themselves."""
+    from leanclip.ops.triton import attention
+
+    return attention.forward(qkv, tiles, rows, length, block)
+
+
+@torch.library.custom_op("leanclip::short_attention_backward", mutates_args=())
+def short_attention_backward(
+    qkv: Tensor, gradient: Tensor, tiles: Tensor | None, rows: Tensor | None, length: int, block: int
+) -> Tensor:
+    from leanclip.ops.triton import attention
+
+    return attention.backward(qkv, gradient, tiles, rows, length, block)
+
+
+@short_attention.register_fake
+def _(qkv: Tensor, tiles: Tensor | None, rows: Tensor | None, length: int, block: int) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], *qkv.shape[2:])
+
+
+@short_attention_backward.register_fake
+def _(qkv: Tensor, gradient: Tensor, tiles: Tensor | None, rows: Tensor | None, length: int, block: int) -> Tensor:
+    return torch.empty_like(qkv)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    qkv, tiles, rows, ctx.length, ctx.block = inputs
+    ctx.save_for_backward(qkv, tiles, rows)
+
+
+def _pull(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, tiles, rows = ctx.saved_tensors
+    return short_attention_backward(qkv, gradient, tiles, rows, ctx.length, ctx.block), None, None, None, None
+
+
+short_attention.register_autograd(_pull, setup_context=_keep)

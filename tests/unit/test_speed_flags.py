@@ -1,0 +1,114 @@
+"""How fast a step runs is chosen by flags: what each means, and what it says."""
+
+import json
+
+import pytest
+import torch
+
+from leanclip.cli.openclip_flags import from_openclip
+from leanclip.cli.train import parse_command, run
+from leanclip.config import override
+from leanclip.data import Batch
+from leanclip.data.prefetch import on_device
+from leanclip.distributed import Ranks
+from leanclip.errors import UserError
+from leanclip.models import ModelConfig, create_model
+from leanclip.training import TrainConfig
+from leanclip.training.recorded import worth_recording
+from leanclip.training.setup import compiles, records
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def parallel(line):
+    return parse_command(from_openclip(line.split())[0]).settings.parallel
+
+
+def test_flags_may_stand_alone():
+    assert parallel("").grad_checkpointing is False and parallel("").compile == "auto"
+    assert parallel("--grad-checkpointing").grad_checkpointing is True
+    assert parallel("--grad-checkpointing --lr 1").grad_checkpointing is True
+    one = parallel("--grad-checkpointing 1").grad_checkpointing
+    assert one == 1 and one is not True
+    assert parallel("--compile").compile == "on" and parallel("--compile off").compile == "off"
+    assert parallel("--graph").graph == "on"
+
+
+def test_openclips_torchcompile_is_ours():
+    words, notes = from_openclip(["--torchcompile"])
+    assert words == ["--compile", "on"] and any("--torchcompile becomes --compile on" in note for note in notes)
+
+
+@pytest.mark.parametrize("value", [True, 6])
+def test_a_file_says_it_too(value):
+    assert override(TrainConfig(), {"grad_checkpointing": value}, "x.toml").parallel.grad_checkpointing is value
+
+
+def test_less_than_no_block_is_an_error():
+    with pytest.raises(UserError, match="grad_checkpointing is -1; give a number of blocks"):
+        parallel("--grad-checkpointing=-1")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "steps", "yes"),
+    [("auto", GPU, 5000, True), ("auto", GPU, 10, False), ("auto", CPU, 5000, False), ("on", GPU, 10, True),
+     ("on", CPU, 10, True), ("off", GPU, 5000, False)],
+)  # fmt: skip
+def test_who_compiles(wanted, device, steps, yes):
+    config = override(TrainConfig(), {"compile": wanted}, "test")
+    assert compiles(config, device, steps) == yes
+
+
+def test_who_records():
+    small = create_model(ModelConfig(model="ViT-B-32"))
+    config = override(TrainConfig(), {"global_batch_size": 64}, "test")
+    one, two = Ranks(0, 1, None), Ranks(0, 2, None)
+    assert records(config, small, one, GPU)
+    assert not records(config, small, two, GPU) and not records(config, small, one, CPU)
+    assert not records(override(config, {"global_batch_size": 4096}, "test"), small, one, GPU)
+    assert not records(override(config, {"graph": "off"}, "test"), small, one, GPU)
+    with pytest.raises(UserError, match="--graph works on one GPU"):
+        records(override(config, {"graph": "on"}, "test"), small, one, CPU)
+    assert not worth_recording(
+        create_model(ModelConfig(model="leanclip-tiny")), 8
+    )  # a ResNet: nothing is known of it
+
+
+def test_batches_arrive_in_order_and_errors_too():
+    def batches():
+        for number in range(3):
+            yield Batch(
+                images=torch.full((1, 1), number), tokens=torch.zeros(1, 2), sample_ids=torch.tensor([number])
+            )
+        raise UserError("the loader stops")
+
+    arriving = on_device(batches(), CPU)
+    assert [int(next(arriving).images) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(UserError, match="the loader stops"):
+        next(arriving)
+
+
+def test_padded_and_true_length_runs_train_alike(tmp_path, capsys):
+    """Through the command, with micro-batches and some blocks recomputed; a tower that must be padded says so."""
+    config = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 32, "layers": 2, "width": 16, "head_width": 8, "patch_size": 8},
+        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2},
+    }
+    (tmp_path / "vit.json").write_text(json.dumps(config))
+    config["text_cfg"] |= {"no_causal_mask": True}  # pyright: ignore[reportOperatorIssue]
+    (tmp_path / "other.json").write_text(json.dumps(config))
+    base = f"--max-steps 3 --global-batch-size 24 --workers 0 --eval-every 0 --log-every 1 --logs {tmp_path}"
+    found = {}
+    for name, more in (
+        ("true", "--model vit.json"), ("padded", "--model vit.json --pad-text"),
+        ("micro", "--model vit.json --micro-batch 7 --grad-checkpointing 1"), ("other", "--model other.json"),
+    ):  # fmt: skip
+        run(f"{base} --precision fp64 --name {name} {more.replace('--model ', f'--model {tmp_path}/')}".split())
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        found[name] = [line["loss"] for line in lines if line["kind"] == "train"]
+    assert len(found["true"]) == 3
+    for name in ("padded", "micro"):
+        assert found[name] == pytest.approx(found["true"], rel=1e-9)
+    said = capsys.readouterr().out
+    assert said.count("captions run padded to the context length: the text tower is not causal") == 1
