@@ -240,12 +240,6 @@ def _pretrained(line: Line) -> None:
         del line.given["pretrained"]
 
 
-def _torchcompile(line: Line) -> None:
-    del line.given["torchcompile"]
-    line.given["compile"] = ["on"]
-    line.note("torchcompile", "becomes --compile on")
-
-
 def _siglip(line: Line) -> None:
     del line.given["siglip"]
     if line.one("loss") not in (None, "siglip"):
@@ -388,7 +382,7 @@ FLAGS = (
     _same("force-patch-dropout"),
     _same("force-custom-text"),
     Flag("torchscript", "ignored", "changes the speed only; the model runs as it is"),
-    Flag("torchcompile", "translated", "`--compile on`", _torchcompile),
+    Flag("torchcompile", "ignored", "is so by itself on a GPU, in runs where it pays; --compile on insists"),
     Flag("trace", "refused", "a traced model cannot be trained; leave it out"),
     Flag(
         "accum-freq", "translated", "`--batch-size` times it, with the old batch size as `--micro-batch`", _accum_freq

@@ -101,8 +101,7 @@ class TwoTower(nn.Module):
                 visual, images, self.image_mean, self.image_std, recomputed=self.recomputed, compile=self.compiled
             )
             return F.normalize(found, dim=-1)
-        dtype = next(visual.parameters()).dtype
-        return self.clip.encode_image(normalised(images, self.image_mean, self.image_std, dtype), normalize=True)
+        return self.clip.encode_image(self.normalised(images), normalize=True)
 
     def encode_text(self, tokens: Tensor | Texts) -> Tensor:
         """Unit vectors of texts, from padded tokens (B, L) or from `texts`."""
@@ -110,6 +109,11 @@ class TwoTower(nn.Module):
         if isinstance(texts, Tensor):
             return self.clip.encode_text(texts, normalize=True)
         return F.normalize(embed_texts(text_tower(self.clip), texts, recomputed=self.recomputed), dim=-1)
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """uint8 pixels as the image tower wants them, in its precision; other images are what it wants already."""
+        dtype = next(self.clip.visual.parameters()).dtype
+        return normalised(images, self.image_mean, self.image_std, dtype)
 
     def texts(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor | Texts:
         """Padded tokens at their true length, where the text tower allows it, on the model's device.
