@@ -65,6 +65,7 @@ def measure(values: dict[str, object], steps: int, save_every: int) -> dict[str,
     folder = Path(tempfile.mkdtemp(prefix="leanclip-save-"))
     facts = {"settings": {}, "architecture": {}, "samples": 0, "manifest": None}
     checkpoints = Checkpoints(folder, job.state, facts=facts, keep_last=1)
+    checkpoints.prepare()  # as the loop does after its first step
     inside: list[float] = []
     written: list[float] = []
     began = time.perf_counter()

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
@@ -34,6 +34,7 @@ from leanclip.training.storage import (
     first_reason,
     sync,
     write_hashes,
+    write_safetensors,
     write_tensors,
 )
 
@@ -99,6 +100,10 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leanclip-save")
         self._writing: Future[None] | None = None
         self._newest = directory
+
+    def prepare(self) -> None:
+        """Get the memory for the copies beside the training, once every tensor is there."""
+        self._writing = self._thread.submit(self._staging.prepare, self.state.tensors())
 
     def save(self, position: Position, beside: Mapping[str, str], *, full: bool = True, best: bool = False) -> Path:
         """Begin to write everything, or with `full` off the weights alone; `best` makes them checkpoints/best, too.
@@ -167,12 +172,14 @@ class Checkpoints:
     def _complete(self, temporary: Path, request: _Request) -> None:
         """The files that one process writes, the list of all, and the final name."""
         stored, tower = StoredTensors.open(temporary / TENSORS), MODEL + "clip."
-        found = stored.read([name for name in stored.shapes if name.startswith((tower, EMA, EXPORT))])
+        wanted = [name for name in stored.shapes if name.startswith((tower, EMA, EXPORT))]
+        here = {name: value for name in wanted if not isinstance(value := request.tensors[name], DTensor)}
+        found = here | stored.read([name for name in wanted if name not in here])  # where others have a part
         weights, averages = _under(tower, found), _under(EMA, found)
         weights = with_temperature(weights, found[f"{EXPORT}temperature"], found.get(f"{EXPORT}bias"))
-        save_file(weights | averages, temporary / WEIGHTS_FILE)
+        write_safetensors(temporary / WEIGHTS_FILE, weights | averages)
         if averages:
-            save_file(weights, temporary / TRAINED_FILE)
+            write_safetensors(temporary / TRAINED_FILE, weights)
         (temporary / CONFIG_FILE).write_text(json.dumps(self._config, indent=1))
         for name, text in request.beside.items():
             (temporary / name).write_text(text, encoding="utf-8")

@@ -172,6 +172,8 @@ class _Trainer:
             for batch in self.batches():
                 job.loss.set_epoch(self.epoch + self.epoch_step / job.loader.steps_per_epoch, job.epochs)
                 result = self.take_step(batch)
+                if self.step == job.position.step + 1 and job.device.type == "cuda":
+                    self.checkpoints.prepare()
                 verdict = self.judge(result)
                 if verdict == "reload" and self.reload():
                     break

@@ -15,17 +15,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, _gen_file_name
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from leanclip.errors import UserError
 
 HASHES_FILE = "hashes.json"
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 # One process alone is no mistake, and a thread that writes cannot change the filters for a moment.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -42,6 +51,11 @@ class Staging:
         self._mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
         self._buffers: dict[str, Tensor] = {}
         self._copied: torch.cuda.Event | None = None
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Get the memory now: locking pages takes a second for two gigabytes."""
+        for name, tensor in tensors.items():
+            self._buffer(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Begin to copy. On a GPU the copies queue behind the work so far and before what comes; see `wait`."""
@@ -76,9 +90,45 @@ class Staging:
         return known
 
 
+class _Writer(HuggingFaceStorageWriter):
+    """torch's own would make one long string of bytes of everything first, while no other thread can run."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        result: Future[list[WriteResult]] = Future()
+        name = _gen_file_name(1, 1, plan.storage_data["shard_index"])
+        tensors: dict[str, Tensor] = {}
+        offsets: dict[str, dict[str, list[int]]] = {}
+        written = []
+        for item in plan.items:
+            tensor, part = planner.resolve_data(item), item.tensor_data
+            assert isinstance(tensor, Tensor) and part is not None
+            tensors[item.index.fqn] = tensor
+            offsets[item.index.fqn] = {SAVED_OFFSETS_KEY: list(part.chunk.offsets)}
+            written.append(WriteResult(item.index, tensor.nbytes, _StorageInfo(name, 0, tensor.nbytes)))
+        if tensors:
+            write_safetensors(Path(self.path) / name, tensors, {CUSTOM_METADATA_KEY: json.dumps(offsets)})
+        result.set_result(written)
+        return result
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """One file in the format of safetensors, straight from the tensors' memory: other threads run meanwhile."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | dict(metadata or {})}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """All processes call it together, each with its part: a file for each of them."""
-    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    writer = _Writer(str(directory), save_distributed=True)
     save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
