@@ -125,8 +125,8 @@ def main() -> None:
     arguments = parser.parse_args()
     samples, different = 16_000, 250
     if arguments.quick:
-        arguments.model, arguments.batch, arguments.workers, arguments.steps = ["leanclip-tiny"], 16, 1, 6
-        samples, different, arguments.size, arguments.output = 100, 8, (64, 48), Path(os.devnull)
+        arguments.model, arguments.batch, arguments.workers, arguments.steps = ["leanclip-tiny"], 8, 1, 3
+        samples, different, arguments.size, arguments.output = 48, 8, (64, 48), Path(os.devnull)
         arguments.compile = "off"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as name:

@@ -26,16 +26,7 @@ def packing_of(lengths: Tensor, longest: int) -> Packing:
     )
 
 
-@pytest.mark.parametrize(
-    ("lengths", "longest"),
-    [
-        ([3], 32),
-        ([1, 32, 7, 2, 31, 16, 16], 32),
-        ([5] * 40, 32),
-        ([77, 1, 1, 5, 9, 77, 76], 77),
-        ([128, 3, 128], 128),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "longest"), [([3], 32), ([1, 32, 7, 2, 31, 16, 16], 32), ([77, 1, 1, 5, 9], 77)])
 def test_packed_sequences(lengths: list[int], longest: int):
     packing = packing_of(torch.tensor(lengths), longest)
     begins = packing.tiles.tolist()
@@ -51,9 +42,9 @@ def test_packed_sequences(lengths: list[int], longest: int):
     assert torch.allclose(attention.backward(qkv.detach(), pull, *given), qkv.grad, atol=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "length"), [(3, 1), (2, 17), (3, 50), (2, 65)])
+@pytest.mark.parametrize(("rows", "length"), [(3, 1), (2, 50), (1, 65)])
 def test_rows_of_one_length(rows: int, length: int):
-    qkv = qkv_of(rows * length, 3, 32)
+    qkv = qkv_of(rows * length, 2, 16)
     right = row_attention(qkv.unflatten(0, (rows, length))).flatten(0, 1)
     pull = torch.randn_like(right)
     right.backward(pull)

@@ -19,8 +19,10 @@ PADDED = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [(family, torch.float32) for family in FAMILIES] + [("clip", torch.float64), ("custom blocks", torch.float64)],
+)
 def test_embeddings_and_gradients_are_open_clips(family, dtype):
     model = model_of(*FAMILIES[family]).to(dtype).train()
     assert model.padded_because is None and model.end_of_text is not None
