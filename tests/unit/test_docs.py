@@ -26,7 +26,7 @@ COMMAND = re.compile(r"(?:^|`|: +)leanclip ([^`\n]*)", re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 # Named in the documentation because OpenCLIP has them or other programs do, not because we do.
-FOREIGN_FLAGS = {
+FOREIGN_FLAGS = {"max-restarts", "signal", 
     "logdir", "sort", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint",
     *FLAG.findall(" ".join(f"--{flag.name}" for flag in FLAGS)),
 }  # fmt: skip

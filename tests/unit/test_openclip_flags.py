@@ -126,14 +126,16 @@ def test_a_run_with_replacement_keeps_its_length(monkeypatch):
 def test_latest_starts_a_run_that_has_no_checkpoint(tmp_path):
     line = f"--train-data x.tar --dataset-type webdataset --resume latest --logs {tmp_path} --name run"
     config, notes = settings(line)
-    assert config.run.resume is None and "starts from the beginning" in notes
+    assert config.run.resume == "auto" and "starts from the beginning" in notes
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     for name in ("epoch_9.pt", "epoch_10.pt"):
         (checkpoints / name).touch()
     assert settings(line)[0].run.resume == str(checkpoints / "epoch_10.pt")
-    (checkpoints / "last").mkdir()
-    assert settings(line)[0].run.resume == "latest"
+    (checkpoints / "step_00000001").mkdir()
+    assert settings(line)[0].run.resume == "auto"
+    assert settings(line.partition(" --name")[0])[0].run.resume is None
+    assert settings(f"{line} --delete-previous-checkpoint")[0].run.keep_last == 1
 
 
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.status == "refused"], ids=lambda flag: flag.name)
@@ -169,7 +171,7 @@ def test_frequencies_are_epochs():
     config = fill(settings("--save-frequency 2 --val-frequency 1 --batch-size 10 --epochs 4")[0], samples=105)
     assert (config.run.save_every, config.run.eval_every, config.run.save_frequency) == (20, 10, None)
     config = fill(settings("--save-frequency 0 --val-frequency 0 --batch-size 10 --epochs 4")[0], samples=105)
-    assert (config.run.save_every, config.run.eval_every) == (None, 0)
+    assert (config.run.save_every, config.run.eval_every) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["cosine", "const", "const-cooldown"])

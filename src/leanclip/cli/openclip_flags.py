@@ -219,15 +219,23 @@ def _resume(line: Line) -> None:
         return
     name = line.one("name")
     checkpoints = Path(line.one("logs") or "logs") / (name or "") / "checkpoints"
-    if name is not None and (checkpoints / "last").exists():
+    if name is None:
+        del line.given["resume"]
+        line.note("resume", "latest goes on with the run of a --name; this one starts from the beginning")
         return
-    saved = sorted(checkpoints.glob("epoch_*.pt"), key=_epoch_of) if name is not None else []
-    if saved:
+    saved = sorted(checkpoints.glob("epoch_*.pt"), key=_epoch_of)
+    if saved and not any(checkpoints.glob("step_*")):
         line.given["resume"] = [str(saved[-1])]
         line.note("resume", f"latest is OpenCLIP's {saved[-1]}")
     else:
-        del line.given["resume"]
-        line.note("resume", "latest found no checkpoint; the run starts from the beginning")
+        line.given["resume"] = ["auto"]
+        line.note("resume", "latest becomes auto: without a checkpoint the run starts from the beginning")
+
+
+def _delete_previous(line: Line) -> None:
+    del line.given["delete-previous-checkpoint"]
+    line.given["keep-last"] = ["1"]
+    line.note("delete-previous-checkpoint", "becomes --keep-last 1")
 
 
 def _epoch_of(path: Path) -> float:
@@ -346,7 +354,7 @@ FLAGS = (
     Flag("lr-cooldown-end", "translated", "`--lr-floor`", _cooldown_end),
     _same("lr-cooldown-power"),
     _same("save-frequency", "the same flag; `--save-every` says it in steps"),
-    Flag("save-most-recent", "ignored", "is not needed: checkpoints/last is always the newest"),
+    Flag("save-most-recent", "ignored", "is not needed: checkpoints/last is always the newest, --keep-last stay"),
     Flag("zeroshot-frequency", "ignored", "is not needed: every evaluation does all, see --val-frequency"),
     _same("val-frequency", "the same flag; `--eval-every` says it in steps"),
     _same(
@@ -409,7 +417,7 @@ FLAGS = (
     Flag("remote-sync", "refused", "copy the run's directory with a tool of your choice, as aws s3 sync"),
     Flag("remote-sync-frequency", "ignored", "has no effect without --remote-sync"),
     Flag("remote-sync-protocol", "ignored", "has no effect without --remote-sync"),
-    Flag("delete-previous-checkpoint", "ignored", "older checkpoints stay; checkpoints/last is the newest"),
+    Flag("delete-previous-checkpoint", "translated", "`--keep-last 1`", _delete_previous),
     Flag("distill-model", "refused", "distillation is not offered"),
     Flag("distill-pretrained", "refused", "distillation is not offered"),
     Flag("use-bnb-linear", "refused", "layers of bitsandbytes are not offered; to save memory, see --micro-batch"),
