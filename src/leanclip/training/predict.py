@@ -1,0 +1,198 @@
+"""A step before it is run: the real `training_step` traced on fake tensors, for any GPU and number of processes."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from leanclip.data import Batch
+from leanclip.distributed import LEDGER, Ledger
+from leanclip.distributed.parallel import blocks
+from leanclip.losses import ContrastiveLoss, loss_from_config
+from leanclip.models import TwoTower
+from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
+from leanclip.planning.pretend import PretendedRanks, pretending
+from leanclip.planning.trace import Begun, Cost, Kernel, Trace, faked, tracing
+from leanclip.training.config import TrainConfig
+from leanclip.training.loss_scale import LossScale
+from leanclip.training.pieces import Pieces
+from leanclip.training.step import training_step
+from leanclip.training.towers import build_towers
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "batch", "loss", "state tables", "communication", "workspace")
+WORKSPACE = 65 << 20  # bytes that cuBLAS keeps, as found on an H200
+HALF = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """One rank's step."""
+
+    memory: dict[str, int]  # bytes at the peak, by part
+    kernels: Counter[Kernel]
+    sent: Ledger  # by the loss
+    gradient_bytes: int  # averaged over the ranks
+    parts: int  # micro-batches
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+
+def predict_step(
+    config: TrainConfig,
+    *,
+    samples: int,
+    ranks: int = 1,
+    parts: int = 1,
+    capability: tuple[int, int] = (9, 0),
+    processors: int = 132,
+    caption_length: int | None = None,
+    make_loss: Callable[[], ContrastiveLoss] | None = None,
+) -> Predicted:
+    """Trace a step of a resolved configuration on the first of `ranks` GPUs, in `parts` micro-batches.
+
+    `make_loss` puts another loss in the place of the configured one.
+    """
+    batch, precision = config.data.global_batch_size, config.run.precision
+    assert batch is not None
+    model = build_towers(config, shapes_only=True)
+    LEDGER.clear()
+    with tracing(capability) as trace, pretending(trace, ranks=ranks, processors=processors) as first:
+        model = faked(model, trace, "weights").train()
+        with trace.during("other", "state tables"):
+            loss = make_loss() if make_loss else loss_from_config(config.run.loss, config.loss, num_samples=samples)
+        if precision == "fp64":
+            loss = loss.double()
+        loss.set_epoch(0, 1)
+        _follow(model, loss, trace)
+        optimizer = create_optimizer(
+            _open_values_filled(config.optim), [*weight_decay_groups(model, 0.1), *loss.param_groups()]
+        )
+        _fill_state(optimizer, trace, keep=ranks > 1)
+        data = _batch(model, len(range(*first.share(batch).indices(batch))), trace, caption_length)
+        pieces = Pieces(
+            towers=_Towers(model, trace),
+            loss=loss,
+            optimizer=optimizer,
+            batch=batch,
+            parts=parts,
+            autocast=torch.autocast("cpu", HALF.get(precision or "", torch.bfloat16), enabled=precision in HALF),
+            grad_clip_norm=config.optim.grad_clip_norm,
+            scale=LossScale.of(precision),
+            ranks=first,
+        )
+        trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        trace.start_again()
+        training_step(pieces, data)
+    memory = {part: trace.at_peak.get(part, 0) for part in PARTS} | {"workspace": WORKSPACE}
+    if config.parallel.fsdp and ranks > 1:
+        memory = _sharded(memory, model, ranks)
+    return Predicted(
+        memory=memory,
+        kernels=trace.kernels,
+        sent=Ledger(dict(LEDGER.entries)),
+        gradient_bytes=trained if ranks > 1 else 0,
+        parts=parts,
+    )
+
+
+def _open_values_filled(config: OptimConfig) -> OptimConfig:
+    """They decide neither memory nor time."""
+    usual = {"lr": 1e-3, "wd": 0.1, "beta1": 0.9, "beta2": 0.98, "eps_opt": 1e-6}
+    return replace(config, **{name: value for name, value in usual.items() if getattr(config, name) is None})
+
+
+def _follow(model: TwoTower, loss: ContrastiveLoss, trace: Trace) -> None:
+    """Tell the trace which part of the step it is in, and which tensors are gradients."""
+
+    def tag(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            trace.hold(parameter.grad, "gradients")
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(tag)
+    compute, image, text = loss.compute, model.encode_image, model.encode_text
+
+    def traced(call: Callable[..., Any], phase: str, part: str) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with trace.during(phase, part):
+                return call(*args)
+
+        return run
+
+    loss.compute = traced(compute, "loss", "loss")
+    model.encode_image = traced(image, "image tower", "activations")
+    model.encode_text = traced(text, "text tower", "activations")
+
+
+def _fill_state(optimizer: torch.optim.Optimizer, trace: Trace, *, keep: bool) -> None:
+    """The optimizer's state as after a step. On several ranks the gradients' memory stays too: it is DDP's buckets."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        trace.hold(parameter.grad, "gradients")
+    with trace.during("optimizer", "optimizer"):
+        optimizer.step()
+    if not keep:
+        optimizer.zero_grad(set_to_none=True)
+    optimizer.register_step_pre_hook(lambda *_: _enter(trace, "optimizer"))
+
+
+def _enter(trace: Trace, phase: str) -> None:
+    trace.phase = trace.part = phase
+
+
+def _batch(model: TwoTower, share: int, trace: Trace, caption_length: int | None) -> Batch:
+    """A rank's share: fake pixels; captions and ids stay real, since the step may look at their values."""
+    pixels = model.preprocess.size
+    height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
+    with trace.during("other", "batch"):
+        images = torch.empty(share, 3, height, width, dtype=torch.uint8)
+    with unset_fake_temporarily():
+        words = 1000 if caption_length is None else max(1, caption_length - 2)
+        row = model.tokenizer([" ".join(["a"] * words)])
+        tokens, ids = row.expand(share, -1).contiguous(), torch.arange(share)
+    return Batch(images=images, tokens=tokens, sample_ids=ids)
+
+
+class _Towers(nn.Module):
+    """The model, but micro-batches that are like ones already traced are charged, not traced again."""
+
+    def __init__(self, model: TwoTower, trace: Trace) -> None:
+        super().__init__()
+        self.model, self.trace = model, trace
+        self.costs: dict[bool, Cost] = {}  # without and with gradients
+        self.begun: dict[bool, Begun] = {}
+        self.calls: Counter[bool] = Counter()
+        self.like: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, images: Tensor, tokens: Tensor, between: Any = None) -> tuple[Tensor, Tensor]:
+        trained = torch.is_grad_enabled()
+        self.calls[trained] += 1
+        enough = 2 if trained else 1  # the first backward pass makes the gradients, the others add to them
+        if self.calls[trained] > enough:
+            if self.calls[trained] == enough + 1 and trained:
+                self.costs[trained] = self.trace.end(self.begun[trained])
+            self.trace.charge(self.costs[trained])
+            assert self.like is not None
+            image, text = (like.new_empty(len(images), like.shape[1]) for like in self.like)
+            return image.requires_grad_(trained), text.requires_grad_(trained)
+        self.begun[trained] = self.trace.begin()
+        image, text = self.model(images, tokens, between)
+        if not trained:
+            self.costs[trained] = self.trace.end(self.begun[trained])
+            self.like = image[:1].clone(), text[:1].clone()
+        return image, text
+
+
+def _sharded(memory: dict[str, int], model: TwoTower, ranks: int) -> dict[str, int]:
+    """FSDP2: a rank's part of weights, gradients and optimizer state, and two whole blocks in use."""
+    largest = max(sum(parameter.nbytes for parameter in block.parameters()) for block in blocks(model))
+    split = {part: -(-memory[part] // ranks) for part in ("weights", "gradients", "optimizer")}
+    return memory | split | {"communication": memory["communication"] + 3 * largest}
