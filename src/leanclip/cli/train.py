@@ -17,6 +17,7 @@ from leanclip.losses import LossConfig
 from leanclip.recipes import load_recipe
 from leanclip.training import Job, RunDirectory, TrainConfig, describe, device_of, set_up, train
 from leanclip.training.preview import preview
+from leanclip.training.profile import profile, summary
 from leanclip.training.run_directory import write_atomically
 
 DESCRIPTION = """Train a CLIP model.
@@ -43,6 +44,8 @@ class TrainCommand:
     """Start from a TOML file, such as a run's config.toml; it overrides the recipe."""
     dry_run: bool = False
     """Say what would happen, write a picture of one augmented batch, and stop."""
+    profile: bool = False
+    """Take a few steps, say where their time goes and what bounds the run, and stop."""
     settings: TrainConfig = field(default_factory=TrainConfig)
 
 
@@ -62,10 +65,10 @@ def run(arguments: list[str]) -> None:
     settings = replace(settings, run=replace(settings.run, device=device_for(launch, settings.run.device)))
     device, timeout = device_of(settings.run.device), settings.parallel.dist_timeout
     with joined(launch, device, timeout=timeout, always=settings.parallel.fsdp):
-        start(settings, dry_run=command.dry_run, alive=PROGRESS)
+        start(settings, dry_run=command.dry_run, profiled=command.profile, alive=PROGRESS)
 
 
-def start(settings: TrainConfig, *, dry_run: bool, alive: Callable[[], None]) -> None:
+def start(settings: TrainConfig, *, dry_run: bool, profiled: bool = False, alive: Callable[[], None]) -> None:
     """This process's part of a run: the first one speaks and writes."""
     job = set_up(settings)
     assert job.config.run.name is not None
@@ -73,6 +76,10 @@ def start(settings: TrainConfig, *, dry_run: bool, alive: Callable[[], None]) ->
     directory = RunDirectory(Path(job.config.run.logs) / job.config.run.name)
     if dry_run:
         job.ranks.once(lambda: preview(job, directory, console))
+        return
+    if profiled:
+        found = profile(job)
+        console.print(found.table(), *summary(found, job), sep="\n")
         return
     job.ranks.once(lambda: prepare(job, directory))
     if left_out := job.data.train.source.broken:
@@ -100,6 +107,13 @@ def prepare(job: Job, directory: RunDirectory) -> None:
 
 def parse_command(arguments: list[str]) -> TrainCommand:
     """Recipe, then TOML file, then flags."""
+    chosen, settings = settings_below(arguments)
+    default = TrainCommand(recipe=chosen["recipe"], config=chosen["config"], settings=settings)
+    return parse(TrainCommand, arguments, command="train", description=DESCRIPTION, default=default)
+
+
+def settings_below(arguments: list[str]) -> tuple[dict[str, str | None], TrainConfig]:
+    """The recipe and the file that the flags name, and the settings that the flags then override."""
     chosen = {name: _value_of(name, arguments) for name in ("recipe", "config")}
     settings = TrainConfig()
     if chosen["recipe"] not in (None, "list"):
@@ -116,8 +130,7 @@ def parse_command(arguments: list[str]) -> TrainCommand:
     loss = _value_of("loss", arguments)
     if loss is not None and loss != settings.run.loss:
         settings = replace(settings, loss=LossConfig())  # what was said for the other loss
-    default = TrainCommand(recipe=chosen["recipe"], config=chosen["config"], settings=settings)
-    return parse(TrainCommand, arguments, command="train", description=DESCRIPTION, default=default)
+    return chosen, settings
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:

@@ -1,12 +1,13 @@
 """CUDA's autocast on tensors that are not on a GPU.
 
-What is traced lives on fake CPU tensors, because the autograd engine asks for a real GPU as soon as a tensor says that
-it is on one. CPU and CUDA cast the same products to 16 bits, but CUDA computes norms, exponentials and sums in float32
-where CPUs do not, and attention takes fused kernels. The difference is registered on the CPU's autocast key for the time
-of a trace, above autograd, where CUDA has it.
+What is traced lives on fake CPU tensors, because the autograd engine asks for a real GPU as soon as a tensor says
+that it is on one. CPU and CUDA cast the same products to 16 bits, but CUDA computes norms, exponentials and sums in
+float32 where CPUs do not, and attention takes fused kernels. The difference is registered on the CPU's autocast key
+for the time of a trace, above autograd, where CUDA has it.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ WIDENED = (
     aten.layer_norm.default, aten.native_layer_norm.default, aten.group_norm.default, aten.rms_norm.default,
     aten.exp.default, aten.expm1.default, aten.log.default, aten.log1p.default, aten.reciprocal.default,
     aten.rsqrt.default, aten.softplus.default, aten.logsumexp.default, aten.cosine_similarity.default,
-    aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar, aten.nll_loss.default,
+    aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor, aten.pow.Scalar,
 )  # fmt: skip
 # Summed in float32 without a copy of the input, where no dtype is given.
 SUMMED = (
@@ -36,19 +37,17 @@ SUMMED = (
 def cuda_autocast(capability: tuple[int, int]) -> Iterator[None]:
     """Inside, `torch.autocast("cpu", dtype)` decides as `torch.autocast("cuda", dtype)` does on such a GPU."""
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    kernels: dict[Any, Callable[..., Any]] = {operation: _widened(operation) for operation in WIDENED}
+    kernels |= {operation: _summed(operation) for operation in SUMMED}
+    kernels[aten.scaled_dot_product_attention.default] = partial(_attention, capability in CUDNN_FIRST)
     try:
-        for operation in WIDENED:
-            _register(library, operation, _widened(operation))
-        for operation in SUMMED:
-            _register(library, operation, _summed(operation))
-        _register(library, aten.scaled_dot_product_attention.default, partial(_attention, capability in CUDNN_FIRST))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # what is overridden
+            for operation, kernel in kernels.items():
+                library.impl(operation, kernel, allow_override=True)
         yield
     finally:
         library._destroy()
-
-
-def _register(library: Any, operation: Any, kernel: Callable[..., Any]) -> None:
-    library.impl(operation, kernel, allow_override=True)
 
 
 def _without_autocast() -> Any:
@@ -111,7 +110,5 @@ def _attention(
             if attn_mask.dtype == torch.bool:
                 attn_mask = torch.zeros_like(attn_mask, dtype=dtype).masked_fill_(~attn_mask, -torch.inf)
             attn_mask = attn_mask.expand(*query.shape[:2], query.shape[2], key.shape[2])
-        kernel = (
-            aten._scaled_dot_product_cudnn_attention if cudnn else aten._scaled_dot_product_efficient_attention
-        )
+        kernel = aten._scaled_dot_product_cudnn_attention if cudnn else aten._scaled_dot_product_efficient_attention
         return kernel(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]

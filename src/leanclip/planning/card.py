@@ -1,9 +1,9 @@
 """How long kernels take on a GPU: a roofline whose two ceilings and efficiencies were measured, here or on an H200.
 
-A kernel takes the longer of its arithmetic over the matrix rate and its bytes over the bandwidth, each times the share
-of the ceiling that such a kernel reaches. The shares come from `measure.py`, which times bare operations and no model;
-what this machine's GPU gave is kept in the cache directory. Cards that are not here take their nominal ceilings, the
-share of them that an H200 reaches, and its shares.
+A kernel takes the longer of its arithmetic over the matrix rate and its bytes over the bandwidth, each times the
+share of the ceiling that such a kernel reaches. The shares come from `measure.py`, which times bare operations and no
+model; what this machine's GPU gave is kept in the cache directory. Cards that are not here take their nominal
+ceilings, the share of them that an H200 reaches, and its shares.
 """
 
 import json
@@ -58,14 +58,20 @@ class Shares:
     attention: Mapping[str, float]  # of the matrix rate, by length
     attention_backward: Mapping[str, float]
     loss: float  # of the matrix rate, by the loss's fused similarities
-    convolution: Mapping[str, float]  # of the matrix rate ("arithmetic") or of the bandwidth ("bytes")
+    convolution: Mapping[str, float]  # of the matrix rate ("arithmetic") and of the bandwidth ("bytes"), in turn
     convolution_backward: Mapping[str, float]
-    patches: float  # of the bandwidth, by convolutions that cut an image into patches
+    patches: float  # of the matrix rate, by convolutions that cut an image into patches
     patches_backward: float
     elementwise: float  # of the bandwidth, as all below
     reduction: float
     norm: float
     norm_backward: float
+    depthwise: float  # convolutions of single channels
+    depthwise_backward: float
+    pooling: float
+    pooling_backward: float
+    batch_norm: Mapping[str, float]  # by channels
+    batch_norm_backward: Mapping[str, float]
     optimizer: float
 
 
@@ -79,6 +85,7 @@ class Card:
     bandwidth: float  # bytes/s of a large copy, read and written
     host_forward: float  # seconds of the host for each kernel
     host_backward: float
+    host_parameter: float  # and for each parameter, in clipping and the optimizer
     shares: Shares
     measured: bool
 
@@ -93,12 +100,16 @@ class Card:
             table = share.attention if kind == "attention" else share.attention_backward
             reached = _between(table, kernel.shape[2]) * (1 if kernel.itemsize <= 2 else share.wide)
             time = kernel.flops / (self.matrix * reached)
-        elif kind == "loss":
-            time = kernel.flops / (self.matrix * (share.loss if kernel.itemsize <= 2 else share.wide))
+        elif kind in ("loss", "patches", "patches backward"):
+            reached = getattr(share, kind.replace(" ", "_")) if kernel.itemsize <= 2 else share.wide
+            time = kernel.flops / (self.matrix * reached)
         elif kind in ("convolution", "convolution backward"):
             table = share.convolution if kind == "convolution" else share.convolution_backward
             reached = table["arithmetic"] * (1 if kernel.itemsize <= 2 else share.wide)
-            time = max(kernel.flops / (self.matrix * reached), moved / table["bytes"])
+            time = kernel.flops / (self.matrix * reached) + moved / table["bytes"]
+        elif kind in ("batch norm", "batch norm backward"):
+            table = share.batch_norm if kind == "batch norm" else share.batch_norm_backward
+            time = moved / _between(table, kernel.shape[0])
         else:
             time = moved / getattr(share, kind.replace(" ", "_"))
         return LAUNCH + time
@@ -110,13 +121,17 @@ class Card:
             found[kernel.phase] += count * self.seconds(kernel)  # pyright: ignore[reportArgumentType]
         return dict(found)
 
-    def host(self, kernels: Counter[Kernel]) -> float:
-        backward = sum(count for kernel, count in kernels.items() if kernel.phase == "backward")
-        return backward * self.host_backward + (kernels.total() - backward) * self.host_forward
+    def host(self, kernels: Counter[Kernel], parameters: int) -> float:
+        """Seconds that the host takes to launch them, and to go through the parameters."""
+        phases: Counter[str] = Counter()
+        for kernel, count in kernels.items():
+            phases[kernel.phase] += count
+        ahead = sum(count for phase, count in phases.items() if phase not in ("backward", "optimizer"))
+        return ahead * self.host_forward + phases["backward"] * self.host_backward + parameters * self.host_parameter
 
-    def step(self, kernels: Counter[Kernel]) -> float:
+    def step(self, kernels: Counter[Kernel], parameters: int) -> float:
         """Seconds of a step: the device's, or the host's where it cannot launch as fast."""
-        return max(sum(self.times(kernels).values()), self.host(kernels))
+        return max(sum(self.times(kernels).values()), self.host(kernels, parameters))
 
     @property
     def source(self) -> str:

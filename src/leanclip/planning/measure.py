@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable
-from itertools import combinations_with_replacement
+from functools import partial
+from itertools import combinations_with_replacement, pairwise
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from leanclip.planning.trace import tracing
 
 SIDES = (64, 256, 512, 1024, 2048, 4096)
 LONG = 32_768
-LENGTHS = (16, 32, 50, 77, 128, 197, 257, 577, 1024)
+LENGTHS = (16, 32, 50, 77, 197, 257, 577)
 
 
 def measure(device: torch.device) -> Card:
@@ -24,20 +25,20 @@ def measure(device: torch.device) -> Card:
     with torch.cuda.device(device), torch.random.fork_rng(devices=[device]):
         torch.manual_seed(0)
         made = _Maker(device)
-        big = made(8192, 8192)
-        matrix = 2 * 8192**3 / seconds(lambda: big @ big)
-        source = made(1 << 30, dtype=torch.uint8)
-        target = torch.empty_like(source)
-        bandwidth = 2 * source.nbytes / seconds(lambda: target.copy_(source))
-        del source, target, big
-        forward, backward = _host(device)
+        matrix, bandwidth = matrix_rate(device, torch.bfloat16), _copy_rate(made)
+        forward, backward, each = _host(device)
+        moving: dict[str, Any] = {name: rate / bandwidth for name, rate in (_moving(made) | _pooling(made)).items()}
+        attention, norms = _over(_attention(made), matrix), _over(_batch_norms(made), bandwidth)
         shares = Shares(
             products={f"{a}x{b}": _product(made, a, b) / matrix for a, b in combinations_with_replacement(SIDES, 2)},
             wide=_wide(made) / matrix,
-            **{name: {k: v / matrix for k, v in table.items()} for name, table in _attention(made).items()},
+            attention=attention["attention"],
+            attention_backward=attention["attention_backward"],
+            batch_norm=norms["batch_norm"],
+            batch_norm_backward=norms["batch_norm_backward"],
             loss=_loss(made) / matrix,
             **_convolutions(made, matrix, bandwidth),
-            **{name: rate / bandwidth for name, rate in _moving(made).items()},
+            **moving,
         )
         torch.cuda.empty_cache()
     return Card(
@@ -49,9 +50,34 @@ def measure(device: torch.device) -> Card:
         bandwidth=bandwidth,
         host_forward=forward,
         host_backward=backward,
+        host_parameter=each,
         shares=shares,
         measured=True,
     )
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large product on this machine."""
+    side = 8192 if device.type == "cuda" and dtype.itemsize == 2 else 4096 if device.type == "cuda" else 1024
+    square = torch.randn(side, side, device=device).to(dtype)
+    if device.type == "cuda":
+        return 2 * side**3 / seconds(lambda: square @ square)
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        torch.mm(square, square)
+        took.append(time.perf_counter() - began)
+    return 2 * side**3 / min(took)
+
+
+def _copy_rate(made: "_Maker") -> float:
+    source = made(1 << 30, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda: target.copy_(source))
+
+
+def _over(tables: dict[str, dict[str, float]], ceiling: float) -> dict[str, dict[str, float]]:
+    return {name: {key: rate / ceiling for key, rate in table.items()} for name, table in tables.items()}
 
 
 def seconds(call: Callable[[], object], repeats: int = 7) -> float:
@@ -65,7 +91,7 @@ def seconds(call: Callable[[], object], repeats: int = 7) -> float:
         call()
     events[-1].record()
     torch.cuda.synchronize()
-    found = sorted(a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False))
+    found = sorted(a.elapsed_time(b) / 1e3 for a, b in pairwise(events))
     return max(found[len(found) // 2] - LAUNCH, 1e-7)
 
 
@@ -106,8 +132,8 @@ def _attention(made: _Maker) -> dict[str, dict[str, float]]:
         for chosen in (None, mask):
             out = F.scaled_dot_product_attention(*parts, attn_mask=chosen)
             pull = torch.randn_like(out)
-            forward += seconds(lambda c=chosen: F.scaled_dot_product_attention(*parts, attn_mask=c))
-            backward += seconds(lambda o=out, p=pull: torch.autograd.grad(o, parts, p, retain_graph=True))
+            forward += seconds(partial(F.scaled_dot_product_attention, *parts, attn_mask=chosen))
+            backward += seconds(partial(torch.autograd.grad, out, parts, pull, retain_graph=True))
         found["attention"][str(length)] = 2 * flops / forward
         found["attention_backward"][str(length)] = 2 * 2.5 * flops / backward
     return found
@@ -123,27 +149,48 @@ def _loss(made: _Maker) -> float:
 
 
 def _convolutions(made: _Maker, matrix: float, bandwidth: float) -> dict[str, Any]:
-    """3 x 3 on few pixels is bound by arithmetic, 1 x 1 on many by bytes; patches have a form of their own."""
-    shares: dict[str, Any] = {"convolution": {}, "convolution_backward": {}}
-    for what, channels, size, kernel in (("arithmetic", 512, 14, 3), ("bytes", 64, 56, 1)):
-        images, weight = made(256, channels, size, size, grad=True), made(channels, channels, kernel, kernel, grad=True)
-        out = F.conv2d(images, weight, padding=kernel // 2)
-        pull = torch.randn_like(out)
-        took = seconds(lambda i=images, w=weight, k=kernel: F.conv2d(i, w, padding=k // 2))
-        back = seconds(lambda o=out, p=pull, i=images, w=weight: torch.autograd.grad(o, (i, w), p, retain_graph=True))
-        flops, moved = 2 * out.numel() * channels * kernel**2, images.nbytes + out.nbytes
-        ceiling, work = (matrix, flops) if what == "arithmetic" else (bandwidth, moved)
-        shares["convolution"][what] = work / took / ceiling
-        more = 2 * flops if what == "arithmetic" else 2 * images.nbytes + out.nbytes
-        shares["convolution_backward"][what] = more / back / ceiling
-    images, weight = made(512, 3, 224, 224), made(768, 3, 16, 16, grad=True)
-    out = F.conv2d(images, weight, stride=16)
-    pull = torch.randn_like(out)
-    moved = images.nbytes + out.nbytes + weight.nbytes
-    shares["patches"] = moved / seconds(lambda: F.conv2d(images, weight, stride=16)) / bandwidth
-    back = seconds(lambda: torch.autograd.grad(out, weight, pull, retain_graph=True))
-    shares["patches_backward"] = (moved + weight.nbytes) / back / bandwidth
+    """Shares of both ceilings such that arithmetic and bytes, one after the other, come nearest to what four shapes
+    take; patches and convolutions of single channels have forms of their own."""
+    work = []
+    for channels, size, kernel in ((64, 56, 1), (64, 56, 3), (256, 28, 3), (512, 14, 3)):
+        work.append(_convolution(made, (256, channels, size, size), (channels, channels, kernel, kernel)))
+    shares: dict[str, Any] = {}
+    for at, name in ((1, "convolution"), (2, "convolution_backward")):
+        flops = torch.tensor([[entry[0] * at / matrix, entry[2 + at] / bandwidth] for entry in work])
+        took = torch.tensor([entry[at] for entry in work])
+        # Relative errors; neither share above 1.
+        found = (
+            torch.linalg.lstsq(flops / took[:, None], torch.ones_like(took)[:, None]).solution[:, 0].clamp_min(1.0)
+        )
+        shares[name] = {"arithmetic": 1 / float(found[0]), "bytes": 1 / float(found[1])}
+    patches = [_convolution(made, (512, 3, 224, 224), (768, 3, size, size), stride=size) for size in (16, 32)]
+    flops, ahead, back = (sum(entry[at] for entry in patches) for at in range(3))
+    shares |= {"patches": flops / ahead / matrix, "patches_backward": flops / back / matrix}
+    _, ahead, back, moved, moved_back = _convolution(made, (128, 256, 28, 28), (256, 1, 7, 7), groups=256)
+    shares |= {"depthwise": moved / ahead / bandwidth, "depthwise_backward": moved_back / back / bandwidth}
     return shares
+
+
+def _convolution(
+    made: _Maker, images_shape: tuple[int, ...], weight_shape: tuple[int, ...], stride: int = 1, groups: int = 1
+) -> tuple[float, float, float, float, float]:
+    """Arithmetic of the forward pass, seconds of both passes, and bytes of both as a trace counts them."""
+    images = made(*images_shape, grad=stride == 1)
+    weight = made(*weight_shape, grad=True)
+    padding = weight_shape[-1] // 2 if stride == 1 else 0
+
+    def run() -> Tensor:
+        return F.conv2d(images, weight, stride=stride, padding=padding, groups=groups)
+
+    out = run()
+    pull = torch.randn_like(out)
+    wanted = [part for part in (images, weight) if part.requires_grad]
+    back = seconds(lambda: torch.autograd.grad(out, wanted, pull, retain_graph=True))
+    moved = images.nbytes + weight.nbytes + out.nbytes
+    return (
+        2.0 * out.numel() * weight[0].numel(), seconds(run), back, moved,
+        moved + sum(part.nbytes for part in wanted),
+    )  # fmt: skip
 
 
 def _moving(made: _Maker) -> dict[str, float]:
@@ -178,8 +225,35 @@ def _moving(made: _Maker) -> dict[str, float]:
     }
 
 
-def _host(device: torch.device) -> tuple[float, float]:
-    """Seconds of the host for each kernel of the forward and the backward pass, by a network too small to matter."""
+def _batch_norms(made: _Maker) -> dict[str, dict[str, float]]:
+    """Bytes/s by channels, each of which one block of threads sums; and of the pooling beside them."""
+    found: dict[str, dict[str, float]] = {"batch_norm": {}, "batch_norm_backward": {}}
+    for channels, size in ((32, 56), (64, 56), (256, 28), (1024, 14), (2048, 7)):
+        images = made(256, channels, size, size, grad=True)
+        gains = [made(channels, dtype=torch.float32, grad=True) for _ in range(2)]
+        run = partial(F.batch_norm, images, None, None, *gains, training=True)
+        out = run()
+        pull = torch.randn_like(out)
+        back = seconds(partial(torch.autograd.grad, out, (images, *gains), pull, retain_graph=True))
+        found["batch_norm"][str(channels)] = 2 * images.nbytes / seconds(run)
+        found["batch_norm_backward"][str(channels)] = 3 * images.nbytes / back
+    return found
+
+
+def _pooling(made: _Maker) -> dict[str, float]:
+    images = made(256, 128, 56, 56, grad=True)
+    out = F.avg_pool2d(images, 2)
+    pull = torch.randn_like(out)
+    back = seconds(lambda: torch.autograd.grad(out, images, pull, retain_graph=True))
+    return {
+        "pooling": 1.25 * images.nbytes / seconds(lambda: F.avg_pool2d(images, 2)),
+        "pooling_backward": 2.25 * images.nbytes / back,
+    }
+
+
+def _host(device: torch.device) -> tuple[float, float, float]:
+    """Seconds of the host for each kernel of the forward and the backward pass and for each parameter of the rest of
+    a step, by a network too small to matter."""
     with torch.device(device):
         layers = nn.Sequential(*(_Block(64) for _ in range(12)))
         x = torch.randn(4, 16, 64)
@@ -188,17 +262,24 @@ def _host(device: torch.device) -> tuple[float, float]:
         with torch.autocast("cuda", torch.bfloat16):
             return layers(x).sum()
 
+    optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
     found = []
-    for _ in range(6):
+    for _ in range(8):
         torch.cuda.synchronize()
-        began = time.perf_counter()
+        marks = [time.perf_counter()]
         loss = forward()
-        middle = time.perf_counter()
+        marks.append(time.perf_counter())
         loss.backward()
         torch.cuda.synchronize()
-        found.append((middle - began, time.perf_counter() - middle))
-        layers.zero_grad(set_to_none=True)
-    ahead, back = (sorted(times)[len(times) // 2] for times in zip(*found, strict=True))
+        marks.append(time.perf_counter())
+        bool(torch.isfinite(nn.utils.clip_grad_norm_(layers.parameters(), torch.inf)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+        found.append([b - a for a, b in pairwise(marks)])
+    ahead, back, rest = (sorted(times)[len(times) // 2] for times in zip(*found, strict=True))
+    each = rest / sum(1 for _ in layers.parameters())
     with tracing() as trace:
         small = nn.Sequential(*(_Block(64) for _ in range(12)))
         fake = torch.randn(4, 16, 64)
@@ -206,7 +287,7 @@ def _host(device: torch.device) -> tuple[float, float]:
         with torch.autocast("cpu", torch.bfloat16):
             small(fake).sum().backward()
     backward = sum(count for kernel, count in trace.kernels.items() if kernel.phase == "backward")
-    return ahead / (trace.kernels.total() - backward), back / backward
+    return ahead / (trace.kernels.total() - backward), back / backward, each
 
 
 class _Block(nn.Module):

@@ -1,8 +1,8 @@
 """How long collectives take: rings over links of a bandwidth and a latency.
 
-On a ring of N ranks a gathered vector of S bytes costs each rank S (N-1)/N bytes in N-1 hops, a summed one twice both.
-GPUs of one host speak over its own links. Where the ring leaves the host, it passes the host's network cards once, so
-its pace is the slower of the two: the GPUs of a host share the cards, but the ring needs them only once for all.
+On a ring of N ranks a gathered vector of S bytes costs each rank S (N-1)/N bytes in N-1 hops, a summed one twice
+both. GPUs of one host speak over its own links. Where the ring leaves the host, it passes the host's network cards
+once, so its pace is the slower of the two: the GPUs of a host share the cards, but the ring needs them once for all.
 """
 
 from dataclasses import dataclass

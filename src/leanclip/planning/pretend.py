@@ -1,4 +1,4 @@
-"""One process that acts as the first of many: its share of the batch, its tables, and collectives that only allocate."""
+"""One process as the first of many: its share of the batch, its tables, and collectives that only allocate."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 
 from leanclip import ops
 from leanclip.distributed import LEDGER, Ranks, Rows
@@ -54,13 +55,18 @@ def pretending(trace: Trace, *, ranks: int, processors: int) -> Iterator[Pretend
             return "triton", engine
         return real("tiled" if name == "auto" else name, rows)
 
-    with _exchanged(Ranks, "current", staticmethod(lambda: first)), _exchanged(ops, "implementation", implementation):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_exchanged(Ranks, "current", staticmethod(lambda: first)))
+        stack.enter_context(_exchanged(ops, "implementation", implementation))
+        # On a GPU, clipping takes all gradients at once.
+        stack.enter_context(_exchanged(clip_grad, "_has_foreach_support", lambda tensors, device: True))
+        stack.enter_context(_exchanged(clip_grad, "_device_has_foreach_support", lambda device: True))
         yield first
 
 
 @contextlib.contextmanager
 def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = vars(owner)[name]
+    before = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield

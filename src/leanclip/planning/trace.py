@@ -1,19 +1,27 @@
 """What a step would do on a GPU, without one: its real code on fake tensors, every allocation and kernel noted.
 
-A fake tensor has shape and dtype but no data. Under a `Trace` the code runs as it is, autograd, autocast and all; each
-operation is written down as a kernel with its arithmetic and its bytes, and every storage from its birth to its death,
-by the part of the step that it belongs to. Values that the code reads from the device are taken as 1 or True.
+A fake tensor has shape and dtype but no data. Under a `Trace` the code runs as it is, autograd, autocast and all;
+each operation is written down as a kernel with its arithmetic and its bytes, and every storage from its birth to its
+death, by the part of the step that it belongs to. Values that the code reads from the device are taken as 1 or True.
 """
 
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -21,6 +29,12 @@ from torch.utils.flop_counter import flop_registry
 from leanclip.planning.autocast import cuda_autocast
 
 aten = torch.ops.aten
+UNTRACED = (
+    UnsupportedOperatorException,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    NotImplementedError,
+)
 ROUND = 512  # bytes: PyTorch's allocator gives no less
 M = TypeVar("M", bound=nn.Module)
 
@@ -34,11 +48,13 @@ ATTENTION_BACKWARD = (
     aten._scaled_dot_product_cudnn_attention_backward,
 )  # fmt: skip
 REDUCTION = (aten.sum, aten.mean, aten.linalg_vector_norm, aten._foreach_norm)
-NORM = (aten.native_layer_norm, aten.native_batch_norm, aten._native_batch_norm_legit)
-NORM_BACKWARD = (aten.native_layer_norm_backward, aten.native_batch_norm_backward)
+NORM = (aten.native_layer_norm, aten.native_group_norm)
+NORM_BACKWARD = (aten.native_layer_norm_backward, aten.native_group_norm_backward)
+BATCH_NORM = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._batch_norm_with_update)
+BATCH_NORM_BACKWARD = (aten.native_batch_norm_backward, aten.batch_norm_backward)
 OPTIMIZER = (aten._fused_adamw_, aten._fused_adam_)
 FREE = (  # that launch nothing
-    torch.ops.prim.device, aten._unsafe_view, aten._reshape_alias, aten.detach, aten.alias, aten.lift_fresh,
+    aten._unsafe_view, aten._reshape_alias, aten.detach, aten.alias, aten.lift_fresh,
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._assert_async,
 )  # fmt: skip
 KINDS = {
@@ -46,14 +62,17 @@ KINDS = {
     for kind, packets in {
         "matrix": MATRIX, "attention": ATTENTION, "attention backward": ATTENTION_BACKWARD,
         "convolution": (aten.convolution,), "convolution backward": (aten.convolution_backward,),
-        "norm": NORM, "norm backward": NORM_BACKWARD, "optimizer": OPTIMIZER, "reduction": REDUCTION,
+        "norm": NORM, "norm backward": NORM_BACKWARD, "batch norm": BATCH_NORM,
+        "batch norm backward": BATCH_NORM_BACKWARD, "pooling": (aten.avg_pool2d,),
+        "pooling backward": (aten.avg_pool2d_backward,), "optimizer": OPTIMIZER, "reduction": REDUCTION,
     }.items()
     for packet in packets
 }  # fmt: skip
 
 
 class Kernel(NamedTuple):
-    """One launch. `shape` is (batch, m, n, k) of a product, (batch, heads, length, size) of attention, else empty."""
+    """One launch. `shape` is (batch, m, n, k) of a product, (batch, heads, length, size) of attention, (channels,)
+    of batch normalisation, else empty."""
 
     kind: str
     phase: str
@@ -63,11 +82,13 @@ class Kernel(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-class Cost(NamedTuple):
+@dataclass
+class Cost:
     """What a piece of a step took, so that it can be charged again without being traced again."""
 
     kernels: Counter[Kernel]
     above: int  # bytes that its peak stood above its beginning
+    again: int = 0  # how often it was charged
 
 
 class Begun(NamedTuple):
@@ -89,11 +110,14 @@ class Trace(TorchDispatchMode):
         self.peak = 0
         self.at_peak: Counter[str] = Counter()
         self.part, self.phase = "activations", "other"
+        self._charged: list[Cost] = []
         self._tags: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for all the time
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return torch.ones((), dtype=args[0].dtype).item() if args[0].dtype != torch.bool else True
@@ -130,8 +154,17 @@ class Trace(TorchDispatchMode):
 
     def charge(self, cost: Cost) -> None:
         """Once more what was traced before."""
-        self.kernels.update(cost.kernels)
+        cost.again += 1
+        if cost.again == 1:
+            self._charged.append(cost)
         self._look(cost.above)
+
+    def settle(self) -> None:
+        """Count the kernels of what was charged."""
+        for cost in self._charged:
+            for kernel, count in cost.kernels.items():
+                self.kernels[kernel] += count * cost.again
+        self._charged.clear()
 
     def begin(self) -> "Begun":
         """Start to cost a piece of the step; `end` with what this gave says what it took."""
@@ -183,13 +216,17 @@ class Trace(TorchDispatchMode):
         kind = KINDS.get(packet, "elementwise")
         if kind.startswith("convolution"):
             weight, stride = (args[1], args[3]) if kind == "convolution" else (args[2], args[4])
-            if weight.shape[-1] > 1 and stride[-1] >= weight.shape[-1]:  # an image cut into patches
+            each = 2 * weight[0].numel()  # of an output's element
+            flops = each * out.numel() if kind == "convolution" else each * args[0].numel() * sum(args[10][:2])
+            if weight.shape[1] == 1 and weight.shape[0] > 1:
+                kind = kind.replace("convolution", "depthwise")
+            elif weight.shape[1] == 3 and stride[-1] == weight.shape[-1]:  # an image cut into patches
                 kind = kind.replace("convolution", "patches")
         first = next((tensor for tensor in given if tensor.is_floating_point()), None)
         backward = torch._C._current_graph_task_id() != -1
         phase = "backward" if backward and self.phase != "loss" else self.phase
-        if kind.startswith("attention"):
-            self._look(_attention_scratch(packet, given))
+        if packet is aten._scaled_dot_product_flash_attention_backward:
+            self._look(_flash_scratch(*args[1].shape))
         return Kernel(
             kind, phase, int(flops), sum(map(_bytes, given)) + sum(map(_bytes, made)),
             4 if first is None else first.itemsize, _shape(kind, packet, args),
@@ -213,14 +250,13 @@ def _shape(kind: str, packet: Any, args: Any) -> tuple[int, ...]:
         return tuple(args[0].shape)
     if kind == "attention backward":
         return tuple(args[1].shape)
+    if kind.startswith("batch norm"):
+        return (args[0].shape[1],)
     return ()
 
 
-def _attention_scratch(packet: Any, given: list[Tensor]) -> int:
+def _flash_scratch(batch: int, heads: int, length: int, size: int) -> int:
     """Flash attention adds up the queries' gradients in float32, in rows padded to whole blocks of 128."""
-    if packet not in ATTENTION_BACKWARD:
-        return 0
-    batch, heads, length, size = given[1].shape
     padded = -(-length // 128) * 128
     return batch * heads * padded * (-(-size // 32) * 32 + 1) * 4
 
@@ -251,7 +287,3 @@ def faked(module: M, trace: Trace, part: str) -> M:
                 if tensor is not None:
                     held[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
     return module
-
-
-def of_kernels(kernels: Counter[Kernel], value: Callable[[Kernel], float]) -> float:
-    return sum(value(kernel) * times for kernel, times in kernels.items())

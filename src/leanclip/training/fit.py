@@ -1,89 +1,208 @@
-"""How many samples a GPU can embed at a time: measured, because memory is linear in them."""
+"""What fits on a GPU, and which way of running a step is the fastest that does: all from traced steps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
-from leanclip.models import TwoTower
-from leanclip.training.batch_norm import RunningAverages
+from leanclip.planning import Card, Network
+from leanclip.planning.trace import UNTRACED
+from leanclip.training.config import TrainConfig
+from leanclip.training.predict import Predicted, predict_step
 
-TRIALS = (128, 32, 8)  # samples of the larger of two trial passes; the smaller has a quarter
-USED = 0.92  # of the free memory: the allocator needs room to move
-PER_PARAMETER = 4 + 8  # bytes to come, beside the weights: gradient and AdamW's moments, in float32
+USED = 0.92  # of the memory: the allocator needs room to move, CUDA and NCCL take some for themselves
+LITTLE = 128  # samples of a micro-batch that leaves the memory to the rest
+BUCKET = 25 << 20  # bytes of the last gradients, whose averaging nothing hides
 
 
-def fitting(
-    model: TwoTower, *, share: int, batch: int, ranks: Ranks, autocast: torch.autocast, split: bool = False
-) -> int:
+def fitting(config: TrainConfig, *, samples: int, ranks: Ranks, device: torch.device) -> int:
     """The largest micro-batch that fits on every rank's GPU, at most the share of a rank.
 
-    Two small passes through the towers, forward and backward, give the bytes per sample. Called before the model is
-    given to DDP or split by FSDP (`split`), so the weights must fit once as a whole.
+    Nothing runs on the GPU for it: one rank traces the step, each looks at its own free memory.
     """
-    device = next(model.parameters()).device
-    if device.type != "cuda" or share <= TRIALS[-1]:
+    batch = config.data.global_batch_size
+    assert batch is not None
+    share = ranks.largest_share(batch)
+    if device.type != "cuda" or share == 1:
         return share
-    fixed, each = _memory(model, share, autocast)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    sample = sum(part.nbytes for part in _trial(model, 1, device))
-    dim = model.config["embed_dim"]
-    kept = trained // ranks.size if split else trained
-    to_come = fixed + PER_PARAMETER * kept + share * sample + batch * 2 * dim * 12
     torch.cuda.empty_cache()
-    room, _ = torch.cuda.mem_get_info(device)
-    micro = largest(room=USED * room - to_come, each=each)
-    micro = min(ranks.everyones(min(micro, share)))
+    free, _ = torch.cuda.mem_get_info(device)
+    room = int(USED * min(ranks.everyones(free + torch.cuda.memory_allocated(device))))
+    properties = torch.cuda.get_device_properties(device)
+    search = Search(
+        config,
+        samples=samples,
+        ranks=ranks.size,
+        capability=(properties.major, properties.minor),
+        processors=properties.multi_processor_count,
+    )
+
+    def find() -> int:
+        try:
+            return search.largest(room)
+        except UNTRACED as error:
+            raise UserError(f"{config.model.model} cannot be traced ({error}); say --micro-batch yourself") from error
+
+    micro = ranks.once(find)
     if micro < 1:
         raise UserError(
-            f"not one sample fits beside the weights: {room / 2**30:.1f} GiB are free, {to_come / 2**30:.1f} needed"
-            " for gradients, optimizer and embeddings; take a smaller model or batch"
+            f"not one sample fits beside the weights in {room / 2**30:.1f} GiB; take a smaller model or batch,"
+            " --grad-checkpointing or --fsdp"
         )
     return micro
 
 
-def largest(*, room: float, each: int) -> int:
-    """How many of `each` bytes fit, rounded down to whole eights where there are that many."""
-    count = int(max(0.0, room) // each)
-    return count if count < 8 else count - count % 8
+@dataclass
+class Search:
+    """Steps of one configuration in different micro-batches; each is traced once."""
+
+    config: TrainConfig
+    samples: int
+    ranks: int
+    capability: tuple[int, int]
+    processors: int
+    caption_length: int | None = None
+
+    def __post_init__(self) -> None:
+        self.known: dict[int, Predicted] = {}
+
+    @property
+    def share(self) -> int:
+        assert self.config.data.global_batch_size is not None
+        return -(-self.config.data.global_batch_size // self.ranks)
+
+    def step(self, micro: int) -> Predicted:
+        parts = -(-self.share // micro)
+        if parts not in self.known:
+            self.known[parts] = predict_step(
+                self.config,
+                samples=self.samples,
+                ranks=self.ranks,
+                parts=parts,
+                capability=self.capability,
+                processors=self.processors,
+                caption_length=self.caption_length,
+            )
+        return self.known[parts]
+
+    def largest(self, room: int) -> int:
+        """The largest micro-batch whose peak stays within `room` bytes, in whole eights where there are; 0 for none.
+
+        The whole share's trace says what a sample needs; the guess that follows from it is traced, and lowered until
+        it fits.
+        """
+        whole = self.step(self.share)
+        if whole.peak <= room:
+            return self.share
+        activations = whole.memory["activations"]
+        fixed = whole.peak - activations - whole.memory["gradients"] + whole.trained_bytes
+        micro = min(self.share - 1, int((room - fixed) / max(1.0, activations / self.share)))
+        while micro >= 1:
+            micro = micro if micro < 8 else micro - micro % 8
+            peak = self.step(micro).peak
+            if peak <= room:
+                return micro
+            micro = min(micro - 1, int(micro * max(0.0, room - fixed) / (peak - fixed)))
+        return 0
 
 
-def _memory(model: TwoTower, share: int, autocast: torch.autocast) -> tuple[int, int]:
-    """Bytes that a pass needs beside weights and gradients, whatever its size, and for each sample."""
-    for size in TRIALS:
-        if size > share:
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way of running a step that fits."""
+
+    config: TrainConfig  # as it would be run
+    micro: int
+    predicted: Predicted
+    ranks: int
+    compute: float  # seconds
+    communication: float  # seconds in all
+    exposed: float  # of those, what the backward pass does not hide
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed
+
+    @property
+    def samples_per_second(self) -> float:
+        assert self.config.data.global_batch_size is not None
+        return self.config.data.global_batch_size / self.seconds
+
+
+def options(
+    config: TrainConfig,
+    *,
+    samples: int,
+    ranks: int,
+    card: Card,
+    network: Network,
+    room: int,
+    caption_length: int | None = None,
+) -> Iterator[Option]:
+    """The ways that fit: the whole share at once or in micro-batches, with and without recomputed blocks."""
+    for checkpointing in (True,) if config.parallel.grad_checkpointing else (False, True):
+        tried = replace(config, parallel=replace(config.parallel, grad_checkpointing=checkpointing))
+        search = Search(tried, samples, ranks, card.capability, card.processors, caption_length)
+        micro = min(config.parallel.micro_batch or search.largest(room), search.share)
+        if micro < 1 or search.step(micro).peak > room:
             continue
-        try:
-            small, large = _peak(model, size // 4, autocast), _peak(model, size, autocast)
-        except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            continue
-        each = max(1, (large - small) // (size - size // 4))
-        return max(0, large - size * each), each
-    raise UserError(f"not even {TRIALS[-1]} samples fit on the GPU; take a smaller model, or give --micro-batch")
+        option = timed(tried, search.step(micro), micro=micro, ranks=ranks, card=card, network=network)
+        yield option
+        if option.predicted.parts == 1:
+            return  # recomputing can only be slower
 
 
-def _peak(model: TwoTower, size: int, autocast: torch.autocast) -> int:
-    """Bytes that one pass needs beside the weights. The model and the random numbers are left as they were."""
-    device = next(model.parameters()).device
-    norms = RunningAverages(model)
-    norms.remember()
-    images, tokens = _trial(model, size, device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    try:
-        with torch.random.fork_rng(devices=[device]):
-            with autocast:
-                image, text = model(images, tokens)
-            (image.float().sum() + text.float().sum()).backward()
-        return torch.cuda.max_memory_allocated(device) - before
-    finally:
-        for parameter in model.parameters():
-            parameter.grad = None
-        norms.restore()
+def timed(
+    config: TrainConfig, predicted: Predicted, *, micro: int, ranks: int, card: Card, network: Network
+) -> Option:
+    """The loss's collectives stand between the passes; the gradients' run beside the last backward pass, all but the
+    last bucket."""
+    gathered = sum(entry.bytes for purpose, entry in predicted.sent.entries.items() if purpose not in SUMMED)
+    summed = [entry for purpose, entry in predicted.sent.entries.items() if purpose in SUMMED]
+    loss = network.gather(gathered, ranks) + sum(network.sum(entry.bytes, ranks) for entry in summed)
+    gradients = network.sum(predicted.trained_bytes, ranks)
+    if config.parallel.fsdp:
+        gradients += predicted.parts * 2 * network.gather(predicted.trained_bytes, ranks)
+    hidden = card.times(predicted.kernels).get("backward", 0.0) / predicted.parts
+    last = network.sum(min(BUCKET, predicted.trained_bytes), ranks)
+    return Option(
+        config=config,
+        micro=micro,
+        predicted=predicted,
+        ranks=ranks,
+        compute=card.step(predicted.kernels, predicted.parameters),
+        communication=loss + gradients,
+        exposed=loss + max(last, gradients - hidden),
+    )
 
 
-def _trial(model: TwoTower, size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    pixels = model.preprocess.size
-    height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
-    tokens = model.tokenizer(["a"]).to(device).expand(size, -1).contiguous()
-    return torch.zeros(size, 3, height, width, device=device, dtype=torch.uint8), tokens
+SUMMED = ("state", "sums", "batch norm")
+
+
+def largest_batch(
+    config: TrainConfig, *, samples: int, ranks: int, card: Card, room: int, caption_length: int | None = None
+) -> int:
+    """The largest global batch that fits in micro-batches, in whole multiples of 1,024 for each rank; 0 for none.
+
+    Micro-batches make activations a matter of choice: what grows with the batch is its pixels, the embeddings and the
+    loss. Two small batches give the line, and the result is traced too.
+    """
+    micro = config.parallel.micro_batch or LITTLE
+
+    def peak(share: int) -> int:
+        tried = replace(config, data=replace(config.data, global_batch_size=share * ranks))
+        return Search(tried, samples, ranks, card.capability, card.processors, caption_length).step(micro).peak
+
+    unit = 1024
+    first, second = peak(unit), peak(4 * unit)
+    if first > room:
+        return 0
+    share = unit + int((room - first) / max(1.0, (second - first) / (3 * unit)))
+    while share > unit:
+        share -= share % unit
+        found = peak(share)
+        if found <= room:
+            break
+        share = min(share - unit, int(share * room / found))
+    return max(share, unit) * ranks

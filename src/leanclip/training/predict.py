@@ -15,7 +15,7 @@ from leanclip.distributed.parallel import blocks
 from leanclip.losses import ContrastiveLoss, loss_from_config
 from leanclip.models import TwoTower
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
-from leanclip.planning.pretend import PretendedRanks, pretending
+from leanclip.planning.pretend import pretending
 from leanclip.planning.trace import Begun, Cost, Kernel, Trace, faked, tracing
 from leanclip.training.config import TrainConfig
 from leanclip.training.loss_scale import LossScale
@@ -23,7 +23,17 @@ from leanclip.training.pieces import Pieces
 from leanclip.training.step import training_step
 from leanclip.training.towers import build_towers
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "batch", "loss", "state tables", "communication", "workspace")
+PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "batch",
+    "loss",
+    "state tables",
+    "communication",
+    "workspace",
+)
 WORKSPACE = 65 << 20  # bytes that cuBLAS keeps, as found on an H200
 HALF = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 
@@ -35,7 +45,8 @@ class Predicted:
     memory: dict[str, int]  # bytes at the peak, by part
     kernels: Counter[Kernel]
     sent: Ledger  # by the loss
-    gradient_bytes: int  # averaged over the ranks
+    trained_bytes: int  # of the weights
+    parameters: int  # trained tensors
     parts: int  # micro-batches
 
     @property
@@ -86,9 +97,10 @@ def predict_step(
             scale=LossScale.of(precision),
             ranks=first,
         )
-        trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        trained = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
         trace.start_again()
         training_step(pieces, data)
+        trace.settle()
     memory = {part: trace.at_peak.get(part, 0) for part in PARTS} | {"workspace": WORKSPACE}
     if config.parallel.fsdp and ranks > 1:
         memory = _sharded(memory, model, ranks)
@@ -96,7 +108,8 @@ def predict_step(
         memory=memory,
         kernels=trace.kernels,
         sent=Ledger(dict(LEDGER.entries)),
-        gradient_bytes=trained if ranks > 1 else 0,
+        trained_bytes=sum(trained),
+        parameters=len(trained),
         parts=parts,
     )
 
@@ -132,7 +145,7 @@ def _follow(model: TwoTower, loss: ContrastiveLoss, trace: Trace) -> None:
 
 
 def _fill_state(optimizer: torch.optim.Optimizer, trace: Trace, *, keep: bool) -> None:
-    """The optimizer's state as after a step. On several ranks the gradients' memory stays too: it is DDP's buckets."""
+    """The optimizer's state as after a step. On several ranks the gradients' memory stays: it is DDP's buckets."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

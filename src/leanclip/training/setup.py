@@ -18,7 +18,7 @@ from leanclip.evaluation import RECALLS, ZERO_SHOT_METRICS, LabelledSet, Prompts
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.registry import spec_of
-from leanclip.models import TwoTower, create_model, model_config_of
+from leanclip.models import TwoTower, model_config_of
 from leanclip.optim import create_optimizer, weight_decay_groups
 from leanclip.training.checkpoint import Position, find_checkpoint, load_checkpoint
 from leanclip.training.config import TrainConfig
@@ -28,6 +28,7 @@ from leanclip.training.loss_scale import LossScale
 from leanclip.training.openclip_checkpoint import OpenClipCheckpoint
 from leanclip.training.pieces import Pieces
 from leanclip.training.run_directory import RunDirectory
+from leanclip.training.towers import build_towers
 from leanclip.training.trackers import check_trackers
 
 SHARDED_OPTIMIZERS = ("adamw", "lamb", "lion", "sgdm")
@@ -143,7 +144,7 @@ def set_up(config: TrainConfig) -> Job:
     torch.manual_seed(run.seed)
     start = config.model if resume_from is None else replace(config.model, pretrained=str(resume_from))
     double = run.precision == "fp64"
-    model = create_model(start, siglip=run.loss == "siglip", double=double)
+    model = build_towers(config, start)
     config = replace(config, loss=_starting_temperature(config, model))
     manifest = _known_manifest(config)
     try:
@@ -155,20 +156,10 @@ def set_up(config: TrainConfig) -> Job:
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-    _lock(model, config)
-    if config.parallel.grad_checkpointing:
-        model.checkpoint_activations()
     model, loss = (module.to(device, torch.float64 if double else None) for module in (model, loss))
     assert isinstance(model, TwoTower) and isinstance(loss, ContrastiveLoss)
     autocast = autocast_of(run.precision, device)
-    micro = config.parallel.micro_batch or fitting(
-        model,
-        share=ranks.largest_share(batch),
-        batch=batch,
-        ranks=ranks,
-        autocast=autocast,
-        split=config.parallel.fsdp,
-    )
+    micro = config.parallel.micro_batch or fitting(config, samples=len(data.train.source), ranks=ranks, device=device)
     model, towers = _over_ranks(model, config, ranks, device)
     assert optim.wd is not None
     optimizer = create_optimizer(optim, [*weight_decay_groups(model, optim.wd), *loss.param_groups()])
@@ -305,10 +296,3 @@ def _starting_temperature(config: TrainConfig, model: TwoTower) -> LossConfig:
     if defaults.bias is not None:
         found = replace(found, bias=model.bias())
     return config.loss.over(found.over(defaults))
-
-
-def _lock(model: TwoTower, config: TrainConfig) -> None:
-    if config.model.lock_image:
-        model.lock_image(config.model.lock_image_unlocked_groups)
-    if config.model.lock_text:
-        model.lock_text(config.model.lock_text_unlocked_layers)
