@@ -1,14 +1,17 @@
 """The trainer on a GPU: every precision, FSDP2, and micro-batches that fit by themselves."""
 
 import json
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from leanclip.cli.train import run
 from leanclip.distributed import Ranks
-from leanclip.models import ModelConfig, create_model
 from leanclip.training import fit
+from leanclip.training.predict import predict_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -32,13 +35,26 @@ def test_every_way_trains_alike(extra, tmp_path):
 
 
 def test_the_fitted_micro_batch_fits(monkeypatch):
-    """With little room the micro-batch is small, and its pass needs no more than that room."""
-    model = create_model(ModelConfig(model="ViT-B-32")).cuda()
-    autocast = torch.autocast("cuda", torch.bfloat16)
+    """With little room the micro-batch is small, and a real step in it takes what was predicted, within that room."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    import bench_plan
+
     room = 12 * 2**30
+    case = bench_plan.Case("ViT-B-32", "fastclip-v3", 2048)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (room, room))
-    micro = fit.fitting(model, share=4096, batch=4096, ranks=Ranks(0, 1, None), autocast=autocast)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 0)
+    samples, device = bench_plan.SAMPLES, torch.device("cuda")
+    micro = fit.fitting(case.config(), samples=samples, ranks=Ranks(0, 1, None), device=device)
+    monkeypatch.undo()
     assert 16 <= micro < 1024
-    peak = fit._peak(model, micro, autocast)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert 0.7 * room < peak + fit.PER_PARAMETER * trained + 4096 * 150528 < room
+    peak, _ = bench_plan.measure(replace(case, micro=micro), device)
+    assert 0.7 * room < peak * 2**30 < room
+    predicted = predict_step(case.config(), samples=samples, parts=-(-2048 // micro)).peak
+    assert predicted == pytest.approx(peak * 2**30, rel=0.05)
+
+
+def test_a_profile_of_a_gpu_run(tmp_path, capsys):
+    run([*BASE.split(), "--logs", str(tmp_path), "--profile"])
+    shown = capsys.readouterr().out
+    for word in ("image tower", "backward", "MFU", "TFLOP/s", "bound by"):
+        assert word in shown

@@ -15,6 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ("bench_loss.py", [], ["infonce", "siglip", "open_clip", "x floor"]),
         ("bench_state.py", [], ["fastclip-v3 state", "of the step"]),
         ("bench_micro_batch.py", [], ["direct", "micro-batches", "samples/s"]),
+        ("bench_plan.py", [], ["TFLOP/s", "predicted_gib"]),
         ("bench_data.py", [], ["256 px          leanclip", "open_clip", "cat", "MB/s", "bytes a sample"]),
         ("bench_losses_on_emoji.py", ["--loss", "siglip", "fastclip-v2"], ["siglip", "fastclip-v2", "chance 5.0%"]),
     ],

@@ -53,6 +53,7 @@ NORM_BACKWARD = (aten.native_layer_norm_backward, aten.native_group_norm_backwar
 BATCH_NORM = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._batch_norm_with_update)
 BATCH_NORM_BACKWARD = (aten.native_batch_norm_backward, aten.batch_norm_backward)
 OPTIMIZER = (aten._fused_adamw_, aten._fused_adam_)
+BORN = (aten.lift_fresh.default,)  # how torch.tensor(...) makes a fake one
 FREE = (  # that launch nothing
     aten._unsafe_view, aten._reshape_alias, aten.detach, aten.alias, aten.lift_fresh,
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._assert_async,
@@ -120,9 +121,12 @@ class Trace(TorchDispatchMode):
             return args[0].fake_device  # asked for all the time
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return torch.ones((), dtype=args[0].dtype).item() if args[0].dtype != torch.bool else True
+            dtype = args[0].dtype
+            if args[0].constant is not None:
+                return args[0].constant.item()
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
+        if given and func not in BORN and not any(isinstance(tensor, FakeTensor) for tensor in given):
             with unset_fake_temporarily():  # what the host really has, such as ids and tokens, stays real
                 return func(*args, **kwargs)
         out = func(*args, **kwargs)
@@ -270,13 +274,16 @@ def tracing(capability: tuple[int, int] = (9, 0)) -> Iterator[Trace]:
         yield trace
 
 
-def faked(module: M, trace: Trace, part: str) -> M:
-    """The module, its parameters and buffers exchanged for fake ones; those on the meta device will do."""
+def faked(module: M, trace: Trace, part: str, dtype: torch.dtype | None = None) -> M:
+    """The module, its parameters and buffers exchanged for fake ones; those on the meta device will do.
+
+    With a `dtype`, the floating ones in that.
+    """
     known: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype)
+            made = torch.empty(tensor.shape, dtype=dtype if dtype and tensor.is_floating_point() else tensor.dtype)
             trace.hold(made, part)
             known[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
         return known[id(tensor)]

@@ -13,7 +13,7 @@ from leanclip.training.config import TrainConfig
 from leanclip.training.predict import Predicted, predict_step
 
 USED = 0.92  # of the memory: the allocator needs room to move, CUDA and NCCL take some for themselves
-LITTLE = 128  # samples of a micro-batch that leaves the memory to the rest
+LITTLE = (512, 128, 32, 8)  # samples of a micro-batch that leaves half of the free memory to the batch
 BUCKET = 25 << 20  # bytes of the last gradients, whose averaging nothing hides
 
 
@@ -183,25 +183,35 @@ SUMMED = ("state", "sums", "batch norm")
 def largest_batch(
     config: TrainConfig, *, samples: int, ranks: int, card: Card, room: int, caption_length: int | None = None
 ) -> int:
-    """The largest global batch that fits in micro-batches, in whole multiples of 1,024 for each rank; 0 for none.
+    """The largest global batch, of the data's samples at most, that fits in micro-batches; 0 for none.
+
+    In whole multiples of 1,024 for each rank.
 
     Micro-batches make activations a matter of choice: what grows with the batch is its pixels, the embeddings and the
     loss. Two small batches give the line, and the result is traced too.
     """
-    micro = config.parallel.micro_batch or LITTLE
 
-    def peak(share: int) -> int:
+    def step(share: int, micro: int) -> Predicted:
         tried = replace(config, data=replace(config.data, global_batch_size=share * ranks))
-        return Search(tried, samples, ranks, card.capability, card.processors, caption_length).step(micro).peak
+        return Search(tried, samples, ranks, card.capability, card.processors, caption_length).step(micro)
 
     unit = 1024
-    first, second = peak(unit), peak(4 * unit)
-    if first > room:
+    sizes = (config.parallel.micro_batch,) if config.parallel.micro_batch else LITTLE
+    micro, first = sizes[-1], step(unit, sizes[-1])
+    if first.peak > room:
         return 0
-    share = unit + int((room - first) / max(1.0, (second - first) / (3 * unit)))
+    for size in sizes[:-1]:
+        tried = step(unit, size)
+        activations = tried.memory["activations"]
+        if activations <= (room - tried.peak + activations) / 2:
+            micro, first = size, tried
+            break
+    each = (step(4 * unit, micro).peak - first.peak) / (3 * unit)
+    share = unit + int((room - first.peak) / max(1.0, each))
+    share = min(share, max(samples // ranks, unit))  # no batch is larger than the data
     while share > unit:
         share -= share % unit
-        found = peak(share)
+        found = step(share, micro).peak
         if found <= room:
             break
         share = min(share - unit, int(share * room / found))

@@ -35,6 +35,9 @@ PARTS = (
     "workspace",
 )
 WORKSPACE = 65 << 20  # bytes that cuBLAS keeps, as found on an H200
+# Micro-batches that are traced, without and with gradients. The first ones cast the weights and make the gradients,
+# the second ones stand for all that follow.
+TRACED = {False: 2, True: 2}
 HALF = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 
 
@@ -78,7 +81,7 @@ def predict_step(
         with trace.during("other", "state tables"):
             loss = make_loss() if make_loss else loss_from_config(config.run.loss, config.loss, num_samples=samples)
         if precision == "fp64":
-            loss = loss.double()
+            loss = faked(loss, trace, "state tables", torch.float64)
         loss.set_epoch(0, 1)
         _follow(model, loss, trace)
         optimizer = create_optimizer(
@@ -86,8 +89,9 @@ def predict_step(
         )
         _fill_state(optimizer, trace, keep=ranks > 1)
         data = _batch(model, len(range(*first.share(batch).indices(batch))), trace, caption_length)
+        towers = _Towers(model, trace)
         pieces = Pieces(
-            towers=_Towers(model, trace),
+            towers=towers,
             loss=loss,
             optimizer=optimizer,
             batch=batch,
@@ -100,6 +104,7 @@ def predict_step(
         trained = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
         trace.start_again()
         training_step(pieces, data)
+        towers.finish()
         trace.settle()
     memory = {part: trace.at_peak.get(part, 0) for part in PARTS} | {"workspace": WORKSPACE}
     if config.parallel.fsdp and ranks > 1:
@@ -181,31 +186,36 @@ class _Towers(nn.Module):
         super().__init__()
         self.model, self.trace = model, trace
         self.costs: dict[bool, Cost] = {}  # without and with gradients
-        self.begun: dict[bool, Begun] = {}
         self.calls: Counter[bool] = Counter()
+        self.begun: Begun | None = None
         self.like: tuple[Tensor, Tensor] | None = None
 
     def forward(self, images: Tensor, tokens: Tensor, between: Any = None) -> tuple[Tensor, Tensor]:
         trained = torch.is_grad_enabled()
+        self.finish(trained)
         self.calls[trained] += 1
-        enough = 2 if trained else 1  # the first backward pass makes the gradients, the others add to them
-        if self.calls[trained] > enough:
-            if self.calls[trained] == enough + 1 and trained:
-                self.costs[trained] = self.trace.end(self.begun[trained])
+        if self.calls[trained] > TRACED[trained]:
             self.trace.charge(self.costs[trained])
             assert self.like is not None
             image, text = (like.new_empty(len(images), like.shape[1]) for like in self.like)
             return image.requires_grad_(trained), text.requires_grad_(trained)
-        self.begun[trained] = self.trace.begin()
+        self.begun = self.trace.begin()
         image, text = self.model(images, tokens, between)
         if not trained:
-            self.costs[trained] = self.trace.end(self.begun[trained])
+            self.finish(trained)
             self.like = image[:1].clone(), text[:1].clone()
         return image, text
+
+    def finish(self, trained: bool = True) -> None:
+        """The last piece ends here: with gradients, that is where the next one begins or the step is over."""
+        if self.begun is not None:
+            self.costs[trained] = self.trace.end(self.begun)
+            self.begun = None
 
 
 def _sharded(memory: dict[str, int], model: TwoTower, ranks: int) -> dict[str, int]:
     """FSDP2: a rank's part of weights, gradients and optimizer state, and two whole blocks in use."""
-    largest = max(sum(parameter.nbytes for parameter in block.parameters()) for block in blocks(model))
+    sizes = [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks(model)]
+    largest = max(sizes, default=memory["weights"])
     split = {part: -(-memory[part] // ranks) for part in ("weights", "gradients", "optimizer")}
     return memory | split | {"communication": memory["communication"] + 3 * largest}
