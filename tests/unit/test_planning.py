@@ -35,10 +35,10 @@ GIB = 2**30
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A vision transformer and a text tower of three blocks each."""
+    """A vision transformer and a text tower of two blocks each."""
     path = tmp_path_factory.mktemp("model") / "small.json"
-    vision = {"image_size": 64, "layers": 3, "width": 128, "patch_size": 16}
-    text = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 3}
+    vision = {"image_size": 64, "layers": 2, "width": 128, "patch_size": 16}
+    text = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2}
     path.write_text(json.dumps({"embed_dim": 64, "vision_cfg": vision, "text_cfg": text}))
     return str(path)
 
@@ -89,7 +89,7 @@ class Dtypes(TorchDispatchMode):
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="PyTorch knows CUDA's autocast in a CUDA build only")
-@pytest.mark.parametrize("model", ["ViT-B-32", "RN50"])
+@pytest.mark.parametrize("model", ["ViT-B-32", pytest.param("RN50", marks=pytest.mark.slow)])
 def test_autocast_decides_as_on_cuda(model, monkeypatch):
     """A forward pass on tensors that say they are on a GPU, against one under the stand-in: every dtype the same."""
     wanted, found = Dtypes(), Dtypes()
@@ -123,8 +123,8 @@ def test_autocast_decides_as_on_cuda(model, monkeypatch):
     assert len(found.seen) > 100
 
 
-@pytest.mark.parametrize(("parts", "ranks"), [(4, 1), (5, 3)])
-def test_micro_batches_that_are_charged_count_as_if_traced(monkeypatch, small, parts, ranks):
+def test_micro_batches_that_are_charged_count_as_if_traced(monkeypatch, small):
+    parts, ranks = 4, 3
     config = config_of(small, 40 * ranks)
     short = predict_step(config, samples=1000, ranks=ranks, parts=parts)
     monkeypatch.setattr(predict, "TRACED", {False: 99, True: 99})
@@ -159,11 +159,12 @@ def test_every_loss_can_be_traced(loss):
     assert found.sent.of_loss().bytes >= 2 * 32 * 128 * 2  # everybody's embeddings
 
 
-@pytest.mark.parametrize("precision", ["amp", "fp32", "fp64"])
-def test_every_precision_can_be_traced(precision):
-    found = predict_step(config_of(batch=32, precision=precision), samples=1000)
-    narrow = predict_step(config_of(batch=32), samples=1000)
-    assert found.peak > narrow.peak or precision == "amp"
+def test_every_precision_can_be_traced(small):
+    peaks = [
+        predict_step(config_of(small, 512, precision=precision), samples=1000).memory["activations"]
+        for precision in ("amp", "fp32", "fp64")
+    ]
+    assert 1.3 * peaks[0] < peaks[1] and 1.8 * peaks[1] < peaks[2]
 
 
 def test_checkpointing_needs_less(small):
@@ -250,11 +251,11 @@ def test_the_largest_micro_batch_that_fits(small):
     micro = search.largest(room)
     assert 8 <= micro < 1000 and micro % 8 == 0
     assert search.step(micro).peak <= room
-    parts = -(-1000 // micro)
-    assert search.step(-(-1000 // max(1, parts - 2))).peak > room  # two micro-batches fewer would not
+    assert search.step(2 * micro).peak > room
     assert search.largest(whole // 1000) == 0
 
 
+@pytest.mark.slow
 def test_the_fastest_way_that_fits_and_the_largest_batch(small):
     card, network = card_named("RTX3090"), NETWORKS["pcie"]
     config = config_of(small, 4096)
@@ -267,7 +268,7 @@ def test_the_fastest_way_that_fits_and_the_largest_batch(small):
     assert all(option.predicted.peak <= room for option in tight)
     assert min(option.seconds for option in tight) > free[0].seconds
     assert all(option.exposed <= option.communication and option.exposed > 0 for option in tight)
-    most = largest_batch(config, room=8 * GIB, **asked)
+    most = largest_batch(config_of(small, 4096, micro_batch=512), room=8 * GIB, **asked)
     assert most % 2048 == 0 and 4096 <= most <= 30_000
 
 
@@ -299,7 +300,7 @@ def test_cards(tmp_path):
 
 
 def test_the_accuracy_table_holds():
-    """benchmarks/results/plan.csv: memory within 8% and time within 20% in twelve cases or more, of several models."""
+    """benchmarks/results/plan.csv: memory within 8% and time within 20% in twelve cases or more, of many models."""
     rows = rows_of("plan.csv")
     for row in rows:
         for what in ("gib", "seconds"):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
@@ -178,10 +179,10 @@ def _marked(job: Job, marks: _Marks, launching: list[float]) -> Iterator[None]:
     def start_gather(self: Ranks, *args: Any, **kwargs: Any) -> Rows:
         return Rows(inside("communication", real_gather(self, *args, **kwargs).wait))
 
-    def bucket(group: Any, part: Any) -> Any:
-        if part.is_last():
+    def averaged(group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.is_last():
             marks.enter("communication")  # what is left of it when all gradients are there
-        return allreduce_hook(group, part)
+        return allreduce_hook(group, bucket)
 
     real_clip, real_gather, real_sum = nn.utils.clip_grad_norm_, Ranks.start_gather, Ranks.sum
     exchanged = [
@@ -191,7 +192,7 @@ def _marked(job: Job, marks: _Marks, launching: list[float]) -> Iterator[None]:
     ]
     hooks = [loss.register_forward_pre_hook(before_loss), loss.register_forward_hook(after_loss)]
     if isinstance(job.pieces.towers, DistributedDataParallel):
-        job.pieces.towers.register_comm_hook(job.ranks.group, bucket)
+        job.pieces.towers.register_comm_hook(job.ranks.group, averaged)
     with contextlib.ExitStack() as stack:
         for owner, name, value in exchanged:
             stack.callback(setattr, owner, name, getattr(owner, name))
