@@ -170,7 +170,7 @@ def test_every_precision_can_be_traced(small):
 def test_checkpointing_needs_less(small):
     whole = predict_step(config_of(small, 256), samples=1000)
     again = predict_step(config_of(small, 256, grad_checkpointing=True), samples=1000)
-    assert again.memory["activations"] < 0.5 * whole.memory["activations"]
+    assert again.memory["activations"] < 0.7 * whole.memory["activations"]
     assert sum(k.flops * n for k, n in again.kernels.items()) > sum(k.flops * n for k, n in whole.kernels.items())
 
 
