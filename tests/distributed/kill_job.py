@@ -83,7 +83,10 @@ class Job:
 
     def lines(self):
         path = self.run / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+        try:
+            return path.read_bytes().count(b"\n")
+        except FileNotFoundError:  # not yet, or begun anew
+            return 0
 
     @property
     def over(self):

@@ -18,6 +18,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ("bench_micro_batch.py", [], ["direct", "micro-batches", "samples/s"]),
         ("bench_step.py", [], ["tiny", "leanclip fastclip-v3", "open_clip", "MFU"]),
         ("bench_end_to_end.py", [], ["loader alone", "training", "of the smaller"]),
+        ("bench_plan.py", [], ["TFLOP/s", "predicted_gib"]),
         ("bench_data.py", [], ["256 px          leanclip", "open_clip", "cat", "MB/s", "bytes a sample"]),
         ("bench_losses_on_emoji.py", ["--loss", "siglip", "fastclip-v2"], ["siglip", "fastclip-v2", "chance 5.0%"]),
     ],

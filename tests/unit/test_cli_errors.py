@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_model(capsys, tmp_path):
     assert "one" in line
     other = ["--resume", "latest", "--logs", str(tmp_path), "--max-steps", "9", "--warmup", "0"]
     line = complaint(train("--name", "one", "--batch-size", "8", *other), capsys)
-    assert "global batch of 4, not 8" in line
+    assert "--global-batch-size 8, the run has 4" in line
     assert "global_batch_size = 4" in (tmp_path / "one" / "config.toml").read_text()  # a refused resume wrote nothing
     line = complaint(train("--name", "one", *arguments), capsys)
     assert "exists" in line and "--resume latest" in line and "--overwrite" in line

@@ -12,6 +12,7 @@ from leanclip.cli.data import CheckCommand, PackCommand
 from leanclip.cli.evaluate import EvaluateCommand
 from leanclip.cli.export import ExportCommand
 from leanclip.cli.openclip_flags import FLAGS
+from leanclip.cli.plan import PlanCommand
 from leanclip.cli.report import ReportCommand
 from leanclip.cli.selftest import SelftestCommand
 from leanclip.cli.train import TrainCommand
@@ -26,7 +27,7 @@ COMMAND = re.compile(r"(?:^|`|: +)leanclip ([^`\n]*)", re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 # Named in the documentation because OpenCLIP has them or other programs do, not because we do.
-FOREIGN_FLAGS = {"max-restarts", "signal", 
+FOREIGN_FLAGS = {"max-restarts", "signal",
     "logdir", "sort", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint",
     *FLAG.findall(" ".join(f"--{flag.name}" for flag in FLAGS)),
 }  # fmt: skip
@@ -41,6 +42,7 @@ def flags() -> dict[str, set[str]]:
     train = {name for part in fields(config) for name in flags_of(type(getattr(config, part.name)))}
     return {
         "train": train | flags_of(TrainCommand) - {"settings"},
+        "plan": train | flags_of(PlanCommand) - {"settings"},
         "evaluate": flags_of(EvaluateCommand),
         "data": flags_of(PackCommand) | flags_of(CheckCommand),
         "export": flags_of(ExportCommand),

@@ -8,6 +8,7 @@ from leanclip.errors import UserError
 
 COMMANDS = {
     "train": "train a model; without arguments, a small one on the bundled data",
+    "plan": "what fits on which GPUs, how fast it will be, and the command for it",
     "evaluate": "retrieval and zero-shot figures of a run, a checkpoint or an open_clip model",
     "data": "pack pictures and captions into shards; check a data set",
     "export": "a trained model as an open_clip file or a transformers directory",

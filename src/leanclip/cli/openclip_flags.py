@@ -430,7 +430,7 @@ OURS = {
     for part in fields(TrainConfig())
     for entry in fields(getattr(TrainConfig(), part.name))
 }
-STARTING = {"recipe", "config", "dry-run", "help"}  # the command's own
+STARTING = {"recipe", "config", "dry-run", "profile", "help"}  # the command's own
 
 
 def from_openclip(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -55,4 +55,4 @@ def one_line(boxed: str) -> str:
     if unread:
         flag, kind, value = unread.groups()
         return f"{flag} {value}: expected {kind.replace('{None}|', '').strip('{}')}"
-    return re.sub(r"^Error parsing settings\.\w+: ", "", sentence) or boxed.strip()
+    return re.sub(r"^Error parsing (settings\.\w+|\w+Command): ", "", sentence) or boxed.strip()

@@ -20,6 +20,7 @@ from leanclip.training import Job, RunDirectory, TrainConfig, describe, device_o
 from leanclip.training.checkpoint import step_directories, tidy
 from leanclip.training.defaults import default_name
 from leanclip.training.preview import preview
+from leanclip.training.profile import profile, summary
 from leanclip.training.resume import AUTO, LATEST
 from leanclip.training.run_directory import write_atomically
 from leanclip.training.stopping import Stopping, exit_code
@@ -48,6 +49,8 @@ class TrainCommand:
     """Start from a TOML file, such as a run's config.toml; it overrides the recipe."""
     dry_run: bool = False
     """Say what would happen, write a picture of one augmented batch, and stop."""
+    profile: bool = False
+    """Take a few steps, say where their time goes and what bounds the run, and stop."""
     settings: TrainConfig = field(default_factory=TrainConfig)
 
 
@@ -72,7 +75,7 @@ def run(arguments: list[str]) -> None:
     with joined(launch, device, timeout=timeout, always=settings.parallel.fsdp) as watch:
         stop = Stopping(watch.store, hours=settings.run.max_hours, began=began)
         with stop.listening():
-            stopped = start(settings, dry_run=command.dry_run, alive=PROGRESS, stop=stop)
+            stopped = start(settings, dry_run=command.dry_run, profiled=command.profile, alive=PROGRESS, stop=stop)
     if stopped:
         sys.exit(exit_code())
 
@@ -86,7 +89,9 @@ def going_on(settings: TrainConfig) -> TrainConfig:
     return replace(settings, run=replace(run, name=name, resume=resume, overwrite=False))
 
 
-def start(settings: TrainConfig, *, dry_run: bool, alive: Callable[[], None], stop: Stopping) -> bool:
+def start(
+    settings: TrainConfig, *, dry_run: bool, profiled: bool = False, alive: Callable[[], None], stop: Stopping
+) -> bool:
     """This process's part of a run: the first one speaks and writes. Says whether it was stopped before its end."""
     job = set_up(settings)
     assert job.config.run.name is not None
@@ -94,6 +99,10 @@ def start(settings: TrainConfig, *, dry_run: bool, alive: Callable[[], None], st
     directory = RunDirectory(Path(job.config.run.logs) / job.config.run.name)
     if dry_run:
         job.ranks.once(lambda: preview(job, directory, console))
+        return False
+    if profiled:
+        found = profile(job)
+        console.print(found.table(), *summary(found, job), sep="\n")
         return False
     job.ranks.once(lambda: prepare(job, directory))
     if left_out := job.data.train.source.broken:
@@ -130,6 +139,13 @@ def prepare(job: Job, directory: RunDirectory) -> None:
 
 def parse_command(arguments: list[str]) -> TrainCommand:
     """Recipe, then TOML file, then flags."""
+    chosen, settings = settings_below(arguments)
+    default = TrainCommand(recipe=chosen["recipe"], config=chosen["config"], settings=settings)
+    return parse(TrainCommand, arguments, command="train", description=DESCRIPTION, default=default)
+
+
+def settings_below(arguments: list[str]) -> tuple[dict[str, str | None], TrainConfig]:
+    """The recipe and the file that the flags name, and the settings that the flags then override."""
     chosen = {name: _value_of(name, arguments) for name in ("recipe", "config")}
     settings = TrainConfig()
     if chosen["recipe"] not in (None, "list"):
@@ -146,8 +162,7 @@ def parse_command(arguments: list[str]) -> TrainCommand:
     loss = _value_of("loss", arguments)
     if loss is not None and loss != settings.run.loss:
         settings = replace(settings, loss=LossConfig())  # what was said for the other loss
-    default = TrainCommand(recipe=chosen["recipe"], config=chosen["config"], settings=settings)
-    return parse(TrainCommand, arguments, command="train", description=DESCRIPTION, default=default)
+    return chosen, settings
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:

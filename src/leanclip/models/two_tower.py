@@ -191,10 +191,13 @@ def with_temperature(weights: dict[str, Tensor], tau: Tensor, bias: Tensor | Non
     return weights | filled
 
 
-def create_model(config: ModelConfig, *, siglip: bool = False, double: bool = False) -> TwoTower:
+def create_model(
+    config: ModelConfig, *, siglip: bool = False, double: bool = False, shapes_only: bool = False
+) -> TwoTower:
     """Build the model on the CPU. For siglip it starts at tau 0.1 and bias -10, as open_clip's does.
 
     `double` makes it float64 before weights are loaded, so that those of a float64 run come back exactly.
+    With `shapes_only` it is built on the meta device, without weights, in no time.
     """
     assert config.model is not None
     name, found = model_config_of(config.model)
@@ -214,6 +217,9 @@ def create_model(config: ModelConfig, *, siglip: bool = False, double: bool = Fa
         model_config["vision_cfg"]["patch_dropout"] = config.force_patch_dropout
     model_config |= {"quick_gelu": True} if config.force_quick_gelu else {}
     model_config |= {"custom_text": True} if config.force_custom_text else {}
+    if shapes_only:
+        with torch.device("meta"):
+            return _build(name, model_config, None, config.preprocess, double=double, device="meta")
     weights, preprocess = _pretrained(config)
     return _build(name, model_config, weights, preprocess | config.preprocess, double=double)
 
@@ -345,11 +351,19 @@ def _saved_preprocessing(folder: Path) -> dict[str, Any]:
 
 
 def _build(
-    name: str, config: dict[str, Any], weights: Path | None, preprocess: dict[str, Any], *, double: bool = False
+    name: str,
+    config: dict[str, Any],
+    weights: Path | None,
+    preprocess: dict[str, Any],
+    *,
+    double: bool = False,
+    device: str = "cpu",
 ) -> TwoTower:
     with _registered(config) as registered:
         try:
-            clip = open_clip.create_model(registered, force_preprocess_cfg=preprocess, pretrained_text=False)
+            clip = open_clip.create_model(
+                registered, device=device, force_preprocess_cfg=preprocess, pretrained_text=False
+            )
             tokenizer = open_clip.get_tokenizer(registered)
         except (OSError, ValueError, TypeError, KeyError) as error:  # a config of something else, or one with code
             raise UserError(f"cannot build {name}: {without_code(error)}") from error

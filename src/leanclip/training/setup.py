@@ -19,7 +19,7 @@ from leanclip.evaluation import RECALLS, ZERO_SHOT_METRICS, LabelledSet, Prompts
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.registry import spec_of
-from leanclip.models import TwoTower, create_model, model_config_of
+from leanclip.models import TwoTower, model_config_of
 from leanclip.optim import create_optimizer, weight_decay_groups
 from leanclip.training.checkpoint import Position
 from leanclip.training.config import TrainConfig
@@ -32,6 +32,7 @@ from leanclip.training.pieces import Pieces
 from leanclip.training.recorded import Recorder, worth_recording
 from leanclip.training.resume import AUTO, LATEST, SavedRun, find_saved
 from leanclip.training.state import RunState
+from leanclip.training.towers import build_towers
 from leanclip.training.trackers import check_trackers
 
 WORTH_COMPILING = 200  # steps: the first one takes half a minute longer
@@ -153,7 +154,7 @@ def set_up(config: TrainConfig) -> Job:
     torch.manual_seed(run.seed)
     start = config.model if saved is None else replace(config.model, pretrained=str(saved.path))
     double = run.precision == "fp64"
-    model = create_model(start, siglip=run.loss == "siglip", double=double)
+    model = build_towers(config, start)
     config = replace(config, loss=_starting_temperature(config, model))
     notes = [] if saved is None else saved.compare(
         config, model.open_clip_config(), samples=len(data.train.source), reset_loss=run.reset_loss_state
@@ -167,11 +168,6 @@ def set_up(config: TrainConfig) -> Job:
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-    _lock(model, config)
-    if blocks := config.parallel.grad_checkpointing:
-        model.checkpoint_activations(None if blocks is True else blocks)
-    if config.parallel.pad_text:
-        model.pad_texts()
     model, loss = (module.to(device, torch.float64 if double else None) for module in (model, loss))
     assert isinstance(model, TwoTower) and isinstance(loss, ContrastiveLoss)
     autocast = autocast_of(run.precision, device)
@@ -359,10 +355,3 @@ def _starting_temperature(config: TrainConfig, model: TwoTower) -> LossConfig:
     if defaults.bias is not None:
         found = replace(found, bias=model.bias())
     return config.loss.over(found.over(defaults))
-
-
-def _lock(model: TwoTower, config: TrainConfig) -> None:
-    if config.model.lock_image:
-        model.lock_image(config.model.lock_image_unlocked_groups)
-    if config.model.lock_text:
-        model.lock_text(config.model.lock_text_unlocked_layers)

@@ -1,0 +1,230 @@
+"""A step before it is run: the real `training_step` traced on fake tensors, for any GPU and number of processes."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from leanclip.data import Batch
+from leanclip.distributed import LEDGER, Ledger
+from leanclip.distributed.parallel import blocks
+from leanclip.losses import ContrastiveLoss, loss_from_config
+from leanclip.models import TwoTower
+from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
+from leanclip.planning.pretend import pretending
+from leanclip.planning.trace import Begun, Cost, Kernel, Trace, faked, tracing
+from leanclip.training.config import TrainConfig
+from leanclip.training.loss_scale import LossScale
+from leanclip.training.pieces import Pieces
+from leanclip.training.step import training_step
+from leanclip.training.towers import build_towers
+
+PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "batch",
+    "loss",
+    "state tables",
+    "communication",
+    "workspace",
+)
+WORKSPACE = 65 << 20  # bytes that cuBLAS keeps, as found on an H200
+# Micro-batches that are traced, without and with gradients. The first ones cast the weights and make the gradients,
+# the second ones stand for all that follow.
+TRACED = {False: 2, True: 2}
+HALF = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """One rank's step."""
+
+    memory: dict[str, int]  # bytes at the peak, by part
+    kernels: Counter[Kernel]
+    sent: Ledger  # by the loss
+    trained_bytes: int  # of the weights
+    parameters: int  # trained tensors
+    parts: int  # micro-batches
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+
+def predict_step(
+    config: TrainConfig,
+    *,
+    samples: int,
+    ranks: int = 1,
+    parts: int = 1,
+    capability: tuple[int, int] = (9, 0),
+    processors: int = 132,
+    caption_length: int | None = None,
+    make_loss: Callable[[], ContrastiveLoss] | None = None,
+) -> Predicted:
+    """Trace a step of a resolved configuration on the first of `ranks` GPUs, in `parts` micro-batches.
+
+    `make_loss` puts another loss in the place of the configured one.
+    """
+    batch, precision = config.data.global_batch_size, config.run.precision
+    assert batch is not None
+    model = build_towers(config, shapes_only=True)
+    LEDGER.clear()
+    with tracing(capability) as trace, pretending(trace, ranks=ranks, processors=processors) as first:
+        model = faked(model, trace, "weights").train()
+        with trace.during("other", "state tables"):
+            loss = make_loss() if make_loss else loss_from_config(config.run.loss, config.loss, num_samples=samples)
+        if precision == "fp64":
+            loss = faked(loss, trace, "state tables", torch.float64)
+        loss.set_epoch(0, 1)
+        _follow(model, loss, trace)
+        optimizer = create_optimizer(
+            _open_values_filled(config.optim), [*weight_decay_groups(model, 0.1), *loss.param_groups()]
+        )
+        _fill_state(optimizer, trace, keep=ranks > 1)
+        data = _batch(model, len(range(*first.share(batch).indices(batch))), trace, caption_length)
+        towers = _Towers(model, trace)
+        pieces = Pieces(
+            towers=towers,
+            loss=loss,
+            optimizer=optimizer,
+            batch=batch,
+            parts=parts,
+            autocast=torch.autocast("cpu", HALF.get(precision or "", torch.bfloat16), enabled=precision in HALF),
+            grad_clip_norm=config.optim.grad_clip_norm,
+            scale=LossScale.of(precision),
+            ranks=first,
+        )
+        trained = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
+        trace.start_again()
+        training_step(pieces, data)
+        towers.finish()
+        trace.settle()
+    memory = {part: trace.at_peak.get(part, 0) for part in PARTS} | {"workspace": WORKSPACE}
+    if config.parallel.fsdp and ranks > 1:
+        memory = _sharded(memory, model, ranks)
+    return Predicted(
+        memory=memory,
+        kernels=trace.kernels,
+        sent=Ledger(dict(LEDGER.entries)),
+        trained_bytes=sum(trained),
+        parameters=len(trained),
+        parts=parts,
+    )
+
+
+def _open_values_filled(config: OptimConfig) -> OptimConfig:
+    """They decide neither memory nor time."""
+    usual = {"lr": 1e-3, "wd": 0.1, "beta1": 0.9, "beta2": 0.98, "eps_opt": 1e-6}
+    return replace(config, **{name: value for name, value in usual.items() if getattr(config, name) is None})
+
+
+def _follow(model: TwoTower, loss: ContrastiveLoss, trace: Trace) -> None:
+    """Tell the trace which part of the step it is in, and which tensors are gradients."""
+
+    def tag(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            trace.hold(parameter.grad, "gradients")
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(tag)
+    compute = loss.compute
+
+    def traced(call: Callable[..., Any], phase: str, part: str) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with trace.during(phase, part):
+                return call(*args)
+
+        return run
+
+    loss.compute = traced(compute, "loss", "loss")
+    model.encode_image = traced(partial(_plain_images, model), "image tower", "activations")
+    model.encode_text = traced(partial(model.clip.encode_text, normalize=True), "text tower", "activations")
+
+
+def _plain_images(model: TwoTower, images: Tensor) -> Tensor:
+    """open_clip's own code: what our kernels and the compiler make of it is not traced."""
+    return model.clip.encode_image(model.normalised(images), normalize=True)
+
+
+def _fill_state(optimizer: torch.optim.Optimizer, trace: Trace, *, keep: bool) -> None:
+    """The optimizer's state as after a step. On several ranks the gradients' memory stays: it is DDP's buckets."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        trace.hold(parameter.grad, "gradients")
+    with trace.during("optimizer", "optimizer"):
+        optimizer.step()
+    if not keep:
+        optimizer.zero_grad(set_to_none=True)
+    optimizer.register_step_pre_hook(lambda *_: _enter(trace, "optimizer"))
+
+
+def _enter(trace: Trace, phase: str) -> None:
+    trace.phase = trace.part = phase
+
+
+def _batch(model: TwoTower, share: int, trace: Trace, caption_length: int | None) -> Batch:
+    """A rank's share: fake pixels; captions and ids stay real, since the step may look at their values."""
+    pixels = model.preprocess.size
+    height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
+    with trace.during("other", "batch"):
+        images = torch.empty(share, 3, height, width, dtype=torch.uint8)
+    with unset_fake_temporarily():
+        words = 1000 if caption_length is None else max(1, caption_length - 2)
+        row = model.tokenizer([" ".join(["a"] * words)])
+        tokens, ids = row.expand(share, -1).contiguous(), torch.arange(share)
+    return Batch(images=images, tokens=tokens, sample_ids=ids)
+
+
+class _Towers(nn.Module):
+    """The model, but micro-batches that are like ones already traced are charged, not traced again."""
+
+    def __init__(self, model: TwoTower, trace: Trace) -> None:
+        super().__init__()
+        self.model, self.trace = model, trace
+        self.costs: dict[bool, Cost] = {}  # without and with gradients
+        self.calls: Counter[bool] = Counter()
+        self.begun: Begun | None = None
+        self.like: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, images: Tensor, tokens: Tensor, between: Any = None) -> tuple[Tensor, Tensor]:
+        trained = torch.is_grad_enabled()
+        self.finish(trained)
+        self.calls[trained] += 1
+        if self.calls[trained] > TRACED[trained]:
+            self.trace.charge(self.costs[trained])
+            assert self.like is not None
+            image, text = (like.new_empty(len(images), like.shape[1]) for like in self.like)
+            return image.requires_grad_(trained), text.requires_grad_(trained)
+        self.begun = self.trace.begin()
+        image = self.model.encode_image(images)
+        if between is not None:
+            between(image)
+        text = self.model.encode_text(tokens)
+        if not trained:
+            self.finish(trained)
+            self.like = image[:1].clone(), text[:1].clone()
+        return image, text
+
+    def finish(self, trained: bool = True) -> None:
+        """The last piece ends here: with gradients, that is where the next one begins or the step is over."""
+        if self.begun is not None:
+            self.costs[trained] = self.trace.end(self.begun)
+            self.begun = None
+
+
+def _sharded(memory: dict[str, int], model: TwoTower, ranks: int) -> dict[str, int]:
+    """FSDP2: a rank's part of weights, gradients and optimizer state, and two whole blocks in use."""
+    sizes = [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks(model)]
+    largest = max(sizes, default=memory["weights"])
+    split = {part: -(-memory[part] // ranks) for part in ("weights", "gradients", "optimizer")}
+    return memory | split | {"communication": memory["communication"] + 3 * largest}

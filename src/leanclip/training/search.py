@@ -1,0 +1,176 @@
+"""What fits on a GPU, and which way of running a step is the fastest that does: all from traced steps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from leanclip.planning import Card, Network
+from leanclip.training.config import TrainConfig
+from leanclip.training.predict import Predicted, predict_step
+
+USED = 0.92  # of the memory: the allocator needs room to move, CUDA and NCCL take some for themselves
+LITTLE = (512, 128, 32, 8)  # samples of a micro-batch that leaves half of the free memory to the batch
+BUCKET = 25 << 20  # bytes of the last gradients, whose averaging nothing hides
+
+
+@dataclass
+class Search:
+    """Steps of one configuration in different micro-batches; each is traced once."""
+
+    config: TrainConfig
+    samples: int
+    ranks: int
+    capability: tuple[int, int]
+    processors: int
+    caption_length: int | None = None
+
+    def __post_init__(self) -> None:
+        self.known: dict[int, Predicted] = {}
+
+    @property
+    def share(self) -> int:
+        assert self.config.data.global_batch_size is not None
+        return -(-self.config.data.global_batch_size // self.ranks)
+
+    def step(self, micro: int) -> Predicted:
+        parts = -(-self.share // micro)
+        if parts not in self.known:
+            self.known[parts] = predict_step(
+                self.config,
+                samples=self.samples,
+                ranks=self.ranks,
+                parts=parts,
+                capability=self.capability,
+                processors=self.processors,
+                caption_length=self.caption_length,
+            )
+        return self.known[parts]
+
+    def largest(self, room: int) -> int:
+        """The largest micro-batch whose peak stays within `room` bytes, in whole eights where there are; 0 for none.
+
+        The whole share's trace says what a sample needs; the guess that follows from it is traced, and lowered until
+        it fits.
+        """
+        whole = self.step(self.share)
+        if whole.peak <= room:
+            return self.share
+        activations = whole.memory["activations"]
+        fixed = whole.peak - activations - whole.memory["gradients"] + whole.trained_bytes
+        micro = min(self.share - 1, int((room - fixed) / max(1.0, activations / self.share)))
+        while micro >= 1:
+            micro = micro if micro < 8 else micro - micro % 8
+            peak = self.step(micro).peak
+            if peak <= room:
+                return micro
+            micro = min(micro - 1, int(micro * max(0.0, room - fixed) / (peak - fixed)))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way of running a step that fits."""
+
+    config: TrainConfig  # as it would be run
+    micro: int
+    predicted: Predicted
+    ranks: int
+    compute: float  # seconds
+    communication: float  # seconds in all
+    exposed: float  # of those, what the backward pass does not hide
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.exposed
+
+    @property
+    def samples_per_second(self) -> float:
+        assert self.config.data.global_batch_size is not None
+        return self.config.data.global_batch_size / self.seconds
+
+
+def options(
+    config: TrainConfig,
+    *,
+    samples: int,
+    ranks: int,
+    card: Card,
+    network: Network,
+    room: int,
+    caption_length: int | None = None,
+) -> Iterator[Option]:
+    """The ways that fit: the whole share at once or in micro-batches, with and without recomputed blocks."""
+    for checkpointing in (True,) if config.parallel.grad_checkpointing else (False, True):
+        tried = replace(config, parallel=replace(config.parallel, grad_checkpointing=checkpointing))
+        search = Search(tried, samples, ranks, card.capability, card.processors, caption_length)
+        micro = min(config.parallel.micro_batch or search.largest(room), search.share)
+        if micro < 1 or search.step(micro).peak > room:
+            continue
+        option = timed(tried, search.step(micro), micro=micro, ranks=ranks, card=card, network=network)
+        yield option
+        if option.predicted.parts == 1:
+            return  # recomputing can only be slower
+
+
+def timed(
+    config: TrainConfig, predicted: Predicted, *, micro: int, ranks: int, card: Card, network: Network
+) -> Option:
+    """The loss's collectives stand between the passes; the gradients' run beside the last backward pass, all but the
+    last bucket."""
+    gathered = sum(entry.bytes for purpose, entry in predicted.sent.entries.items() if purpose not in SUMMED)
+    summed = [entry for purpose, entry in predicted.sent.entries.items() if purpose in SUMMED]
+    loss = network.gather(gathered, ranks) + sum(network.sum(entry.bytes, ranks) for entry in summed)
+    gradients = network.sum(predicted.trained_bytes, ranks)
+    if config.parallel.fsdp:
+        gradients += predicted.parts * 2 * network.gather(predicted.trained_bytes, ranks)
+    hidden = card.times(predicted.kernels).get("backward", 0.0) / predicted.parts
+    last = network.sum(min(BUCKET, predicted.trained_bytes), ranks)
+    return Option(
+        config=config,
+        micro=micro,
+        predicted=predicted,
+        ranks=ranks,
+        compute=card.step(predicted.kernels, predicted.parameters),
+        communication=loss + gradients,
+        exposed=loss + max(last, gradients - hidden),
+    )
+
+
+SUMMED = ("state", "sums", "batch norm")
+
+
+def largest_batch(
+    config: TrainConfig, *, samples: int, ranks: int, card: Card, room: int, caption_length: int | None = None
+) -> int:
+    """The largest global batch, of the data's samples at most, that fits in micro-batches; 0 for none.
+
+    In whole multiples of 1,024 for each rank.
+
+    Micro-batches make activations a matter of choice: what grows with the batch is its pixels, the embeddings and the
+    loss. Two small batches give the line, and the result is traced too.
+    """
+
+    def step(share: int, micro: int) -> Predicted:
+        tried = replace(config, data=replace(config.data, global_batch_size=share * ranks))
+        return Search(tried, samples, ranks, card.capability, card.processors, caption_length).step(micro)
+
+    unit = 1024
+    sizes = (config.parallel.micro_batch,) if config.parallel.micro_batch else LITTLE
+    micro, first = sizes[-1], step(unit, sizes[-1])
+    if first.peak > room:
+        return 0
+    for size in sizes[:-1]:
+        tried = step(unit, size)
+        activations = tried.memory["activations"]
+        if activations <= (room - tried.peak + activations) / 2:
+            micro, first = size, tried
+            break
+    each = (step(4 * unit, micro).peak - first.peak) / (3 * unit)
+    share = unit + int((room - first.peak) / max(1.0, each))
+    share = min(share, max(samples // ranks, unit))  # no batch is larger than the data
+    while share > unit:
+        share -= share % unit
+        found = step(share, micro).peak
+        if found <= room:
+            break
+        share = min(share - unit, int(share * room / found))
+    return max(share, unit) * ranks

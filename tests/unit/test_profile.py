@@ -1,0 +1,72 @@
+"""leanclip train --profile: where a step's time goes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from leanclip.cli.train import parse_command, run
+from leanclip.training import set_up
+from leanclip.training.profile import PHASES, Profile, profile, verdict
+
+FLAGS = ["--global-batch-size", "48", "--workers", "0", "--device", "cpu"]
+
+
+def found(**seconds):
+    return Profile(
+        seconds={phase: seconds.get(phase.replace(" ", "_"), 0.0) for phase in PHASES},
+        launching=seconds.get("launching", 0.0),
+        samples_per_second=1000.0,
+        flops=3e12,
+        matrix_rate=1e13,
+        steps=5,
+    )
+
+
+def job(device="cuda", parts=1, precision="amp_bf16", checkpointing=False):
+    config = SimpleNamespace(
+        data=SimpleNamespace(workers=4),
+        run=SimpleNamespace(precision=precision),
+        parallel=SimpleNamespace(grad_checkpointing=checkpointing),
+    )
+    return SimpleNamespace(config=config, device=torch.device(device), pieces=SimpleNamespace(parts=parts))
+
+
+@pytest.mark.parametrize("flags", [[], ["--micro-batch", "16"]])
+def test_phases_add_up(tmp_path, flags):
+    made = set_up(parse_command([*FLAGS, *flags, "--logs", str(tmp_path)]).settings)
+    before = dict(vars(made.model))
+    result = profile(made, steps=2)
+    assert result.steps == 2 and result.samples_per_second > 0
+    assert result.samples_per_second == pytest.approx(48 / result.step)
+    for phase in ("data", "image tower", "text tower", "loss", "backward", "optimizer"):
+        assert result.seconds[phase] > 0
+    assert result.seconds["communication"] < 1e-3
+    assert 0 < result.mfu < 1
+    assert vars(made.model).keys() == before.keys()  # nothing of it stays
+    assert torch.nn.utils.clip_grad_norm_.__module__.startswith("torch")
+
+
+def test_the_command_prints_and_leaves_nothing(tmp_path, capsys):
+    run([*FLAGS, "--logs", str(tmp_path), "--profile"])
+    shown = capsys.readouterr().out
+    for word in ("image tower", "optimizer", "together", "samples/s; MFU", "bound by"):
+        assert word in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("result", "kind", "said"),
+    [
+        (found(data=3.0, backward=5.0), job(), "Raise --workers (4 now"),
+        (found(communication=3.0, backward=5.0), job(), "bound by the network"),
+        (found(loss=3.0, backward=5.0), job(), "bound by the loss"),
+        (found(backward=5.0, launching=4.9), job(), "bound by the host"),
+        (found(backward=5.0, launching=4.9), job(device="cpu"), "towers' arithmetic: 100% of the time, at 30%"),
+        (found(backward=5.0), job(parts=4), "4 micro-batches embed everything twice"),
+        (found(backward=5.0), job(checkpointing=True), "leave it out if the memory allows"),
+        (found(backward=5.0), job(precision="fp32"), "--precision amp_bf16"),
+    ],
+)
+def test_what_bounds_a_run(result, kind, said):
+    assert said in verdict(result, kind)
