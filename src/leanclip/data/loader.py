@@ -1,6 +1,8 @@
 """Batches for training and for evaluation."""
 
+import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from leanclip.data.source import BrokenSample, Source
 from leanclip.errors import UserError
 
 PREFETCH = 2  # batches per worker
+AGAIN = 10.0  # seconds after which a signal is a second one
 
 
 class TrainingLoader:
@@ -223,6 +226,11 @@ def _start_worker(_: int) -> None:
     signal.signal(signal.SIGTERM, _not_at_once)
 
 
+_first_at: dict[int, float] = {}
+
+
 def _not_at_once(number: int, _: Any) -> None:
-    """SLURM sends SIGTERM to everybody; a second one is meant."""
-    signal.signal(number, signal.SIG_DFL)
+    """SLURM sends SIGTERM to everybody, and a launcher hands it on; one that comes after a while is meant."""
+    if time.monotonic() - _first_at.setdefault(number, time.monotonic()) > AGAIN:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

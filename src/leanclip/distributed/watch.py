@@ -25,10 +25,15 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self.count, self.moved = 0, time.monotonic()
+        self.count, self.worked, self.moved = 0, 0, time.monotonic()
 
     def __call__(self) -> None:
         self.count += 1
+        self.moved = time.monotonic()
+
+    def still_at_it(self) -> None:
+        """No further, but at work on something that takes long, such as a slow disk: the others wait with patience."""
+        self.worked += 1
         self.moved = time.monotonic()
 
 
@@ -43,6 +48,7 @@ class _Seen:
 
     beat: int = -1
     progress: int = -1
+    worked: int = -1
     beat_at: float = 0.0
     progress_at: float = 0.0
     ending: str = "working"
@@ -105,14 +111,15 @@ class Watch:
         while not self._stopping.wait(self.interval):
             beat += 1
             try:
-                self._tell(f"{beat} {PROGRESS.count} {WORKING} {socket.gethostname()}:{os.getpid()}")
+                self._tell(_sign(beat, WORKING))
                 self._listen()
             except Exception as error:  # whatever a broken connection raises
                 if not self._stopping.is_set():
                     self._leave(f"the store of the process group does not answer ({_first_line(error)}): rank 0 or"
                                 " its host is gone")  # fmt: skip
                 return
-            stuck = time.monotonic() - PROGRESS.moved > self.timeout
+            moved = [PROGRESS.moved, *(seen.progress_at for seen in self._seen.values() if not seen.finished)]
+            stuck = time.monotonic() - max(moved) > self.timeout
             if lost := self._lost(patience=self.timeout):
                 self._leave(lost)
             elif gave_up := self._gone(FAILED):
@@ -120,7 +127,7 @@ class Watch:
             elif stuck:
                 self._leave(self._behind())
         try:
-            self._tell(f"{beat + 1} {PROGRESS.count} {self._ending} {socket.gethostname()}:{os.getpid()}")
+            self._tell(_sign(beat + 1, self._ending))
         except Exception:
             return  # the others are gone already
 
@@ -136,11 +143,12 @@ class Watch:
         for other, seen in self._seen.items():
             if seen.finished or not self._own.check([f"watch/{other}"]):
                 continue
-            beat, progress, seen.ending, seen.where = self._own.get(f"watch/{other}").decode().split(" ", 3)
-            if int(beat) != seen.beat:
-                seen.beat, seen.beat_at = int(beat), now
-            if int(progress) != seen.progress:
-                seen.progress, seen.progress_at = int(progress), now
+            sign = self._own.get(f"watch/{other}").decode().split(" ", 4)
+            (beat, progress, worked), (seen.ending, seen.where) = map(int, sign[:3]), sign[3:]
+            if beat != seen.beat:
+                seen.beat, seen.beat_at = beat, now
+            if (progress, worked) != (seen.progress, seen.worked):
+                seen.progress, seen.worked, seen.progress_at = progress, worked, now
 
     def _lost(self, *, patience: float) -> str | None:
         """Ranks that gave no sign of life for a while."""
@@ -182,6 +190,10 @@ class Watch:
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(LOST)
+
+
+def _sign(beat: int, state: str) -> str:
+    return f"{beat} {PROGRESS.count} {PROGRESS.worked} {state} {socket.gethostname()}:{os.getpid()}"
 
 
 def _first_line(error: BaseException) -> str:

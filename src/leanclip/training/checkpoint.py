@@ -11,7 +11,9 @@ step_00001000/
 """
 
 import json
+import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from leanclip.distributed import Ranks
+from leanclip.distributed import PROGRESS, Ranks
 from leanclip.errors import UserError
 from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, with_temperature
 from leanclip.training.state import EMA, EXPORT, MODEL, RunState
@@ -43,6 +45,7 @@ STATE_FILE = "state.json"
 TRAINED_FILE = "trained.safetensors"  # with an EMA, whose weights are the model's: those that train
 TENSORS = "state"
 BEST, LAST = "best", "last"
+PATIENCE = 1800.0  # seconds that a save may take beyond the processes' time-out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,8 @@ class Checkpoints:
         self._staging = Staging(group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leanclip-save")
         self._writing: Future[None] | None = None
-        self._newest = directory
+        self._newest, self._of_best = directory, False
+        self.best_lost = False  # whether the best weights so far could not be written
 
     def prepare(self) -> None:
         """Get the memory for the copies beside the training, once every tensor is there."""
@@ -122,18 +126,23 @@ class Checkpoints:
             best=best,
         )
         self._writing = self._thread.submit(self._write, request)
-        self._newest = self.directory / name
+        self._newest, self._of_best = self.directory / name, best
         return self._newest
 
     def finish(self) -> None:
         """Wait until the last save is on the disk, or known not to be.
 
-        This counts as standing still: where a process dies in the middle, the watch ends the others' wait.
+        A slow disk gets half an hour; after that the wait counts as standing still, and the watch ends it.
         """
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
+        patience = time.monotonic() + PATIENCE
+        while not writing.done() and time.monotonic() < patience:
+            wait([writing], 1.0)
+            PROGRESS.still_at_it()
         error = writing.exception()
+        self.best_lost = error is not None and (self.best_lost or self._of_best)
         if error is None or (isinstance(error, SaveError) and not self.stop_on_error):
             return
         if not isinstance(error, SaveError):
@@ -199,7 +208,10 @@ class Checkpoints:
             link.symlink_to(request.name)
             link.replace(self.directory / LAST)
             sync(self.directory)
-            self._prune()
+            try:
+                self._prune()
+            except OSError as error:
+                self.tell(f"warning: older checkpoints were not removed ({first_reason(error)})")
 
     def _prune(self) -> None:
         if not self.keep_last:
@@ -208,7 +220,7 @@ class Checkpoints:
             if self.keep_every is None or step % self.keep_every:
                 going = path.with_name(f".{path.name}.tmp")
                 path.rename(going)  # at once no checkpoint any more, whatever happens in the middle
-                shutil.rmtree(going)
+                remove(going)
 
     def _together(self, call: Callable[[], None]) -> None:
         """Each process does its part; where one fails, all fail alike."""
@@ -232,8 +244,8 @@ def step_name(step: int) -> str:
 
 def step_directories(checkpoints: Path) -> list[tuple[int, Path]]:
     """The checkpoints that can be resumed, by their steps."""
-    found = checkpoints.glob("step_*")
-    return [(int(path.name[5:]), path) for path in found if path.name[5:].isdigit() and path.is_dir()]
+    found = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_[0-9]+", path.name)]
+    return [(int(path.name[5:]), path) for path in found if path.is_dir()]
 
 
 def tidy(checkpoints: Path) -> None:
@@ -241,11 +253,34 @@ def tidy(checkpoints: Path) -> None:
     for path in checkpoints.glob(".*.old"):
         final = path.with_name(path.name[1:].removesuffix(".old"))
         if final.exists():
-            shutil.rmtree(path)
+            remove(path)
         else:
             path.rename(final)
     for path in checkpoints.glob(".*.tmp"):
-        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        remove(path)
+
+
+def set_aside(checkpoints: Path, after: int) -> list[str]:
+    """Rename the checkpoints after a step, for a run that goes on from there: they belong to another future.
+
+    Else they would count as the newest. Returns their new names.
+    """
+    found = []
+    for step, path in sorted(step_directories(checkpoints)):
+        if step > after:
+            aside = path.with_name(f"aside_{path.name}")
+            remove(aside)
+            path.rename(aside)
+            found.append(aside.name)
+    return found
+
+
+def remove(path: Path) -> None:
+    """Whatever it is; nothing where there is nothing."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

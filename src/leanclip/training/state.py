@@ -145,13 +145,19 @@ class RunState:
             state.setdefault(numbers[name], {})[field] = value
         groups = self.optimizer.state_dict()["param_groups"]
         for group, counted in zip(groups, values["groups"], strict=False):
-            group.update(counted)
+            group.update({key: value for key, value in counted.items() if key not in self._settings()})
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _counted(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """What an optimizer keeps in a group beside its settings, such as a count of steps."""
-        known = {"params", "lr", "initial_lr", "weight_decay", "name", *self.optimizer.defaults}
-        return {key: value for key, value in group.items() if key not in known and isinstance(value, int | float)}
+        found = {key: value for key, value in group.items() if key not in self._settings()}
+        numbers = {key: value.item() if _is_tensor(value) else value for key, value in found.items()}
+        return {key: value for key, value in numbers.items() if isinstance(value, int | float)}
+
+    def _settings(self) -> set[str]:
+        """What of a group the configuration decides."""
+        ours = {"params", "lr", "initial_lr", "peak_lr", "follows_schedule", "weight_decay", "name"}
+        return ours | set(self.optimizer.defaults)
 
     def _random(self) -> dict[str, Tensor]:
         rank = Ranks.current().rank

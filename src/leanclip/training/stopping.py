@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store
 STOPPED = 75  # exit code: saved, and to be started again (EX_TEMPFAIL)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 KEY = "leanclip/stop"
+AGAIN = 10.0  # seconds after which a signal is a second one
 
 
 class Stopping:
@@ -51,11 +52,15 @@ class Stopping:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals. A second one of a kind ends the process at once."""
+        """Take the signals. One that comes again after a while ends the process at once; sooner, it is the same one,
+        from a launcher that got it too."""
+        first: dict[int, float] = {}
 
         def note(number: int, _: FrameType | None) -> None:
             self.signal = signal.Signals(number)
-            signal.signal(number, signal.SIG_DFL)
+            if time.monotonic() - first.setdefault(number, time.monotonic()) > AGAIN:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
 
         before = {number: signal.signal(number, note) for number in SIGNALS}
         try:

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
 
 HASHES_FILE = "hashes.json"
@@ -185,15 +186,25 @@ def verify(directory: Path) -> None:
     try:
         listed = json.loads((directory / HASHES_FILE).read_text())["files"]
         expected: dict[str, Any] = {str(name): entry["sha256"] for name, entry in listed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{directory} is not complete: it has no {HASHES_FILE} that can be read") from error
+    try:
+        _compare(directory, expected)
+    except (OSError, ValueError) as error:  # names that no file can have, disks that cannot be read
+        raise DamagedError(f"{directory} cannot be read ({first_reason(error)[:160]})") from error
+
+
+def _compare(directory: Path, expected: Mapping[str, Any]) -> None:
+    for name in expected:
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise DamagedError(f"{directory} is damaged: it lists {name[:80]}, which is no file of it")
     folders = {Path(name).parent for name in expected} - {Path()}
     found = {path.relative_to(directory).as_posix() for folder in folders for path in (directory / folder).glob("*")}
     if more := sorted(found - set(expected)):
         raise DamagedError(f"{directory} is damaged: {more[0]} does not belong to it")
     for name, digest in expected.items():
         path = directory / name
-        if ".." in Path(name).parts or Path(name).is_absolute() or path.is_symlink() or not path.is_file():
+        if path.is_symlink() or not path.is_file():
             raise DamagedError(f"{directory} is damaged: {name} is missing")
         if _hash(path) != digest:
             raise DamagedError(f"{directory} is damaged: {name} is not what was written")
@@ -209,8 +220,12 @@ def sync(path: Path) -> None:
 
 
 def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(1 << 22):
+            digest.update(part)
+            PROGRESS.still_at_it()
+    return digest.hexdigest()
 
 
 def first_reason(error: BaseException) -> str:
