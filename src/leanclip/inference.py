@@ -21,7 +21,8 @@ def find_model(given: Path) -> Path:
     """The directory with the weights: the given one, or the last checkpoint of a run."""
     if not given.exists():
         raise UserError(f"no such run or checkpoint: {given}")
-    for candidate in (given, given / "checkpoints" / "last"):
+    newest = sorted(given.glob("checkpoints/step_*"), reverse=True)[:1]  # where the link is gone
+    for candidate in (given, given / "checkpoints" / "last", *newest):
         if (candidate / WEIGHTS_FILE).is_file() and (candidate / CONFIG_FILE).is_file():
             return candidate
     raise UserError(f"{given} holds no checkpoint: expected {WEIGHTS_FILE} there or in its checkpoints/last")

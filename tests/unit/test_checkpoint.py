@@ -14,6 +14,7 @@ from leanclip.cli import main
 from leanclip.config import override
 from leanclip.data.datasets import BUNDLED
 from leanclip.errors import UserError
+from leanclip.optim import set_learning_rate
 from leanclip.training import TrainConfig, set_up
 from leanclip.training.checkpoint import load_tensors_of, tidy
 from leanclip.training.resume import FREE, SAME, SavedRun, find_saved, settings
@@ -292,10 +293,105 @@ def test_under_a_torchrun_that_restarts_the_code_is_success(tmp_path, monkeypatc
     assert train(tmp_path, save_every=0, max_hours=1e-9) == 0
 
 
-def test_restarted_by_torchrun_a_run_goes_on(run, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert train(run, max_steps=10, overwrite=True) == 0
-    assert steps_of_metrics(run) == list(range(1, 11)), "neither replaced nor begun anew"
+def under_torchrun(monkeypatch, restarts):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "TORCHELASTIC_RESTART_COUNT": restarts}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_restarted_by_torchrun_a_run_goes_on(tmp_path, monkeypatch):
+    under_torchrun(monkeypatch, restarts=0)
+    assert train(tmp_path) == 0
+    under_torchrun(monkeypatch, restarts=1)
+    assert train(tmp_path, max_steps=10, overwrite=True) == 0
+    assert steps_of_metrics(tmp_path) == list(range(1, 11)), "neither replaced nor begun anew"
+
+
+def test_restarted_by_torchrun_another_run_is_left_alone(run, monkeypatch, capsys):
+    under_torchrun(monkeypatch, restarts=1)
+    assert train(run, max_steps=10) == 2
+    assert "exists; give another --name" in capsys.readouterr().err
+    assert steps_of_metrics(run) == list(range(1, 9))
+
+
+def test_going_back_to_an_earlier_checkpoint_starts_another_future(run):
+    checkpoint = run / "logs/run/checkpoints/step_00000004"
+    assert train(run, resume=checkpoint, max_steps=5, save_every=1, keep_last=2) == 0
+    assert names(run) == ["aside_step_00000006", "aside_step_00000008", "last", "step_00000004", "step_00000005"]
+    assert train(run, resume="auto", max_steps=7) == 0
+    assert steps_of_metrics(run) == list(range(1, 8))
+
+
+def test_a_damaged_newest_checkpoint_does_not_push_out_good_ones(run):
+    (run / "logs/run/checkpoints/step_00000008/state.json").write_text("{}")
+    assert train(run, resume="auto", max_steps=7, save_every=1, keep_last=1) == 0
+    assert names(run) == ["aside_step_00000008", "last", "step_00000007"]
+
+
+def test_another_learning_rate_is_really_used(run):
+    values = VALUES | {"lr": 1.0, "lr_scheduler": "const", "model": str(run / "tiny.json"), "logs": str(run / "logs")}
+    job = set_up(override(TrainConfig(), values | {"resume": "latest", "max_steps": 20}, "test"))
+    set_learning_rate(job.optimizer, 1.0, peak=1.0)
+    towers = [group for group in job.optimizer.param_groups if group.get("follows_schedule", True)]
+    assert {group["lr"] for group in towers} == {1.0}
+
+
+@pytest.mark.parametrize("opt", ["lamb", "lion", "sgdm", "adamw"])
+def test_every_optimizer_resumes_exactly(opt, tmp_path):
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    assert train(tmp_path / "whole", opt=opt, max_steps=6, lr=1e-3) == 0
+    assert train(tmp_path / "parts", opt=opt, max_steps=6, lr=1e-3, save_every=3, keep_last=0) == 0
+    shutil.rmtree(tmp_path / "parts/logs/run/checkpoints/step_00000006")
+    assert train(tmp_path / "parts", opt=opt, max_steps=6, lr=1e-3, resume="auto") == 0
+    whole, parts = (
+        load_tensors_of(tmp_path / each / "logs/run/checkpoints/step_00000006") for each in ("whole", "parts")
+    )
+    for name, value in whole.items():
+        assert torch.equal(value, parts[name]), name
+
+
+def test_a_checkpoint_of_one_run_does_not_go_into_another(run, capsys):
+    assert train(run, name="other", max_steps=2) == 0
+    assert train(run, name="other", resume=run / "logs/run") == 2
+    assert "is another run than the one to go on from" in capsys.readouterr().err
+
+
+def test_the_tables_are_reset_once(run):
+    other = {"train_data": str(BUNDLED / "train-*.tar"), "resume": "auto", "reset_loss_state": True}
+    assert train(run, max_steps=10, **other) == 0
+    assert train(run, max_steps=11, **other) == 0
+    after = load_tensors_of(run / "logs/run/checkpoints/step_00000011")
+    assert after["loss.state.visited"] == 3 * 20
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("position", {}),
+        ("position", {"step": "x"}),
+        ("settings", None),
+        ("samples", "many"),
+        ("values", []),
+        ("manifest", 3),
+    ],
+)
+def test_an_odd_state_is_refused_in_a_line(place, value, run, capsys):
+    checkpoint = run / "logs/run/checkpoints/step_00000008"
+    content = json.loads((checkpoint / "state.json").read_text())
+    content[place] = content[place] | value if value and isinstance(value, dict) else value
+    (checkpoint / "state.json").write_text(json.dumps(content))
+    _accept(checkpoint, checkpoint / "state.json")
+    assert train(run, resume=checkpoint) == 2
+    error = capsys.readouterr().err
+    assert "damaged" in error and len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../run.json", "x" * 5000, "a\0b"])
+def test_a_list_of_hashes_does_not_lead_outside(name, run):
+    checkpoint = run / "logs/run/checkpoints/step_00000008"
+    (checkpoint / HASHES_FILE).write_text(json.dumps({"files": {name: {"sha256": "0"}}}))
+    with pytest.raises(DamagedError):
+        verify(checkpoint)
 
 
 def test_a_found_checkpoint_is_the_newest_whole_one(run):

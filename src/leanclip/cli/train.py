@@ -13,11 +13,12 @@ from leanclip import __version__
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.parse import parse
 from leanclip.config import load_toml, override, save_toml
-from leanclip.distributed import PROGRESS, device_for, joined, launched, restarted
+from leanclip.distributed import PROGRESS, Ranks, device_for, joined, launch_id, launched, restarted
+from leanclip.errors import UserError
 from leanclip.losses import LossConfig
 from leanclip.recipes import load_recipe
 from leanclip.training import Job, RunDirectory, TrainConfig, describe, device_of, set_up, train
-from leanclip.training.checkpoint import step_directories, tidy
+from leanclip.training.checkpoint import set_aside, step_directories, tidy
 from leanclip.training.defaults import default_name
 from leanclip.training.preview import preview
 from leanclip.training.profile import profile, summary
@@ -70,9 +71,9 @@ def run(arguments: list[str]) -> None:
     settings = command.settings
     settings = replace(settings, run=replace(settings.run, device=device_for(launch, settings.run.device)))
     device, timeout = device_of(settings.run.device), settings.parallel.dist_timeout
-    if restarted():
-        settings = going_on(settings)
     with joined(launch, device, timeout=timeout, always=settings.parallel.fsdp) as watch:
+        if restarted():
+            settings = replace(settings, run=Ranks.current().once(lambda: going_on(settings).run))
         stop = Stopping(watch.store, hours=settings.run.max_hours, began=began)
         with stop.listening():
             stopped = start(settings, dry_run=command.dry_run, profiled=command.profile, alive=PROGRESS, stop=stop)
@@ -84,9 +85,13 @@ def going_on(settings: TrainConfig) -> TrainConfig:
     """The same command, started again by torchrun: it must neither begin anew nor replace what there is."""
     run = settings.run
     name = run.name or default_name(settings)
-    begun = bool(step_directories(RunDirectory(Path(run.logs) / name).checkpoints))
+    directory = RunDirectory(Path(run.logs) / name)
+    if directory.facts().get("launch") != launch_id():  # another's: this torchrun has begun nothing yet
+        return settings
+    begun = bool(step_directories(directory.checkpoints))
     resume = AUTO if begun or run.resume in (None, LATEST) else run.resume
-    return replace(settings, run=replace(run, name=name, resume=resume, overwrite=False))
+    reset = run.reset_loss_state and not begun
+    return replace(settings, run=replace(run, name=name, resume=resume, reset_loss_state=reset, overwrite=False))
 
 
 def start(
@@ -104,7 +109,7 @@ def start(
         found = profile(job)
         console.print(found.table(), *summary(found, job), sep="\n")
         return False
-    job.ranks.once(lambda: prepare(job, directory))
+    job.ranks.once(lambda: prepared(job, directory))
     if left_out := job.data.train.source.broken:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in left_out.items())
         console.print(f"left out of the training data: {kinds}")
@@ -126,13 +131,22 @@ def start(
     return stopped is not None
 
 
+def prepared(job: Job, directory: RunDirectory) -> None:
+    """The same; a disk that cannot be written is the user's to mend."""
+    try:
+        prepare(job, directory)
+    except OSError as error:
+        raise UserError(f"cannot write {directory.path} ({error.strerror}); give another --logs") from error
+
+
 def prepare(job: Job, directory: RunDirectory) -> None:
     run = job.config.run
-    directory.prepare(overwrite=run.overwrite or run.resume == AUTO, resuming=job.resume_from is not None)
+    directory.prepare(overwrite=run.overwrite, beginning=run.resume == AUTO, resume_from=job.resume_from)
     tidy(directory.checkpoints)
-    directory.describe(**describe(job, __version__))
-    if job.resume_from is None or not directory.config.exists():
-        save_toml(repeatable(job.config), directory.config)
+    for name in set_aside(directory.checkpoints, job.position.step):
+        print(f"leanclip: {name} is a checkpoint of what came after, and stays until you remove it", file=sys.stderr)
+    directory.describe(**describe(job, __version__), launch=launch_id())
+    save_toml(repeatable(job.config), directory.config)
     if (manifest := job.data.train.source.manifest()) is not None:
         write_atomically(directory.manifest, json.dumps(manifest, indent=1))
 

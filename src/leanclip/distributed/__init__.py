@@ -1,6 +1,6 @@
 """The processes that share a global batch."""
 
-from leanclip.distributed.launch import Launch, device_for, joined, launched, restarted, start_time
+from leanclip.distributed.launch import Launch, device_for, joined, launch_id, launched, restarted, start_time
 from leanclip.distributed.ledger import LEDGER, Ledger, Traffic, traffic
 from leanclip.distributed.parallel import reducing, replicated, sharded, split_like, whole
 from leanclip.distributed.ranks import Ranks, Rows, host_group
@@ -19,6 +19,7 @@ __all__ = [
     "device_for",
     "host_group",
     "joined",
+    "launch_id",
     "launched",
     "reducing",
     "replicated",

@@ -68,6 +68,13 @@ def restarted(environment: Mapping[str, str] = os.environ) -> bool:
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def launch_id(environment: Mapping[str, str] = os.environ) -> str | None:
+    """What all starts of processes by one torchrun have in common; none without one."""
+    if launched(environment).by != "torchrun":
+        return None
+    return f"{environment.get('TORCHELASTIC_RUN_ID', 'none')} {start_time():%Y-%m-%dT%H:%M:%S}"
+
+
 def start_time() -> datetime:
     """When the job was started: under torchrun when that was, which stays when it starts its processes again."""
     if launched().by == "torchrun":

@@ -32,7 +32,7 @@ class Progress:
         self.moved = time.monotonic()
 
     def still_at_it(self) -> None:
-        """No further, but at work on something that takes long, such as a slow disk: the others wait with patience."""
+        """No further, but at work on something that takes long, such as a slow disk: the others wait on."""
         self.worked += 1
         self.moved = time.monotonic()
 

@@ -17,7 +17,7 @@ from leanclip.errors import UserError
 from leanclip.evaluation import classify, embed, hardest_negatives, retrieval_metrics, retrieval_panel, summary
 from leanclip.optim import scheduled, set_learning_rate
 from leanclip.training.bad_steps import BadSteps, NotFiniteError, Verdict, advice, diagnosis, write_diagnosis
-from leanclip.training.checkpoint import Checkpoints, Position, step_directories
+from leanclip.training.checkpoint import Checkpoints, Position, set_aside, step_directories
 from leanclip.training.health import HealthCheck
 from leanclip.training.histograms import state_histograms
 from leanclip.training.metrics import MetricsLog, finite, memory, to_host
@@ -104,7 +104,10 @@ def open_log(job: Job, directory: RunDirectory) -> MetricsLog | None:
 
     def open_it() -> None:
         trackers = open_trackers(job.config, directory, resume_at=resume_at)
-        opened.append(MetricsLog(directory.metrics, trackers, resume_at=resume_at))
+        try:
+            opened.append(MetricsLog(directory.metrics, trackers, resume_at=resume_at))
+        except OSError as error:
+            raise UserError(f"cannot write {directory.metrics} ({error.strerror})") from error
 
     job.ranks.once(open_it)
     return opened[0] if opened else None
@@ -190,6 +193,8 @@ class _Trainer:
                 full = finished or stopped or (due and not self.bad_steps.in_a_row)  # what may be broken is not kept
                 if full or best:
                     self.count_broken()
+                    if self.log is not None:
+                        self.log.flush()
                     self.checkpoints.save(self.position(), self.texts(), full=bool(full), best=best)
                 if finished or stopped:
                     return Ending(self.checkpoints.finish_last(), stopped)
@@ -284,10 +289,14 @@ class _Trainer:
 
     def newest_checkpoint(self) -> str | None:
         """Of this run, or what it was resumed from; a file of OpenCLIP's is nothing to go back to."""
-        if step_directories(self.directory.checkpoints):
-            return str(find_saved(LATEST, self.directory.path)[0])
+        own = [step for step, _ in step_directories(self.directory.checkpoints)]
+        if own and (self.job.same_loss or max(own) > self.job.position.step):
+            found = find_saved(LATEST, self.directory.path)[0]
+            assert found is not None
+            set_aside(self.directory.checkpoints, int(found.name[5:]))
+            return str(found)
         began = self.job.resume_from
-        return str(began) if began is not None and began.is_dir() else None
+        return str(began) if began is not None and began.is_dir() and self.job.same_loss else None
 
     def give_up(self, result: StepResult, batch: Batch) -> NoReturn:
         """Write down what went wrong, and end the run on all ranks alike."""
@@ -306,7 +315,8 @@ class _Trainer:
         found = diagnosis(pieces, batch, result.gradient_norms, facts)
         path = self.directory.diagnosis
         if self.log is not None:
-            write_diagnosis(path, found)
+            with suppress(OSError):
+                write_diagnosis(path, found)
         again = "and there is no checkpoint to go back to"
         if self.went_back_to is not None:
             again = f"again after going back to {self.went_back_to.name}"
@@ -321,7 +331,8 @@ class _Trainer:
         """Once a run: what its loss sends in a step, beside what others would."""
         self.sent = traffic(LEDGER, ranks=self.job.ranks.size)
         if self.log is not None:
-            self.directory.describe(communication=self.sent._asdict())
+            with suppress(OSError):
+                self.directory.describe(communication=self.sent._asdict())
         own, openclip, disco = (f"{amount / 1e6:,.2f} MB" for amount in self.sent)
         self.progress.print(
             f"{self.job.ranks.size} processes; for the loss each receives {own} a step"
@@ -379,7 +390,8 @@ class _Trainer:
             if job.zero_shot:
                 found |= self.zero_shot()
         value = found.get(job.config.run.best_metric)
-        best = value is not None and self.step > 0 and (self.best is None or value > self.best)
+        best_so_far = None if self.checkpoints.best_lost else self.best
+        best = value is not None and self.step > 0 and (best_so_far is None or value > best_so_far)
         self.best = value if best else self.best
         if found:
             self.alive()

@@ -50,7 +50,8 @@ class MetricsLog:
     def _open(self, resume_at: int | None) -> None:
         self._waiting.clear()
         if resume_at is not None and self.path.is_file():
-            kept = [line for line in self.path.read_text().splitlines() if _step(line) <= resume_at]
+            lines = self.path.read_text(errors="replace").splitlines()
+            kept = [line for line in lines if _step(line) <= resume_at]
             write_atomically(self.path, "".join(line + "\n" for line in kept))
             self.results.clear()
             for record in map(json.loads, kept):
@@ -83,6 +84,7 @@ class MetricsLog:
             self._tell(lambda tracker, histogram=histogram: tracker.histogram(histogram, step))
 
     def close(self, *, failed: bool = False) -> None:
+        self.flush()
         self._file.close()
         self._tell(lambda tracker: tracker.close(failed=failed))
 
@@ -97,6 +99,10 @@ class MetricsLog:
 
     def _write(self, record: dict[str, Any]) -> None:
         self._waiting.append((json.dumps(finite(record)) + "\n").encode())
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the lines that wait, if the disk takes them."""
         try:
             while self._waiting:
                 written = self._file.write(self._waiting[0])

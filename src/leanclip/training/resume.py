@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from leanclip.data import Manifest, check_manifest
 from leanclip.errors import UserError
-from leanclip.training.checkpoint import FORMAT, STATE_FILE, TENSORS, Position, step_directories
+from leanclip.training.checkpoint import FORMAT, STATE_FILE, TENSORS, Position, step_directories, tidy
 from leanclip.training.config import TrainConfig
 from leanclip.training.state import RunState
 from leanclip.training.storage import DamagedError, StoredTensors, verify
@@ -45,8 +45,9 @@ class SavedRun:
         try:
             content = json.loads((path / STATE_FILE).read_text())
             found = content["format"]
-            Position(**content["position"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if found == FORMAT:
+                _check_content(content)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{path} is damaged: {STATE_FILE} cannot be read") from error
         if found != FORMAT:
             raise UserError(f"{path} has format {found}, this version of leanclip reads {FORMAT}")
@@ -66,8 +67,22 @@ class SavedRun:
         """Give the pieces of a run the state that was saved. All processes call it together."""
         try:
             state.load(StoredTensors.open(self.path / TENSORS), self.content["values"], group, reset_loss=reset_loss)
+        except DamagedError:
+            raise
         except UserError as error:
             raise UserError(f"{self.path} is of another run: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # made by something else
+            raise DamagedError(f"{self.path} cannot be read ({type(error).__name__}: {str(error)[:100]})") from error
+
+    def already_reset(self, config: TrainConfig, manifest: Manifest | None, samples: int) -> bool:
+        """Whether --reset-loss-state was done for these data and this loss: the same command, given again."""
+        before = self.content["settings"]
+        return bool(
+            before.get("reset_loss_state")
+            and before["loss"] == config.run.loss
+            and self.content["samples"] == samples
+            and self.content["manifest"] == json.loads(json.dumps(manifest))
+        )
 
     def compare(
         self, config: TrainConfig, architecture: Mapping[str, Any], *, samples: int, reset_loss: bool
@@ -94,6 +109,23 @@ class SavedRun:
         return notes
 
 
+def _check_content(content: dict[str, Any]) -> None:
+    """Complain about anything in state.json that is not what we write."""
+    position, values = content["position"], content["values"]
+    Position(**position)
+    whole = ("step", "epoch", "epoch_step", "samples", "skipped", "seen")
+    kinds = [(position[name], int) for name in whole] + [(position["seconds"], (int, float))]
+    kinds += [(position["best"], (int, float, type(None))), (position["broken"], dict), (content["samples"], int)]
+    kinds += [(count, int) for count in position["broken"].values()]
+    kinds += [(content["settings"], dict), (content["manifest"], (list, type(None)))]
+    kinds += [(content["architecture"]["model_cfg"], dict), (values["optimizer"]["state"], dict)]
+    kinds += [(values["optimizer"]["groups"], list), (values["scale"]["value"], (int, float))]
+    kinds += [(values["scale"]["good_steps"], int), (values["ema"]["updates"], int)]
+    for value, kind in kinds:
+        if not isinstance(value, kind):
+            raise TypeError(f"{value!r} is no {kind}")
+
+
 def settings(config: TrainConfig) -> dict[str, Any]:
     """All settings by name, as JSON gives them back."""
     flat = {name: value for part in asdict(config).values() for name, value in part.items()}
@@ -114,6 +146,7 @@ def find_saved(resume: str, run: Path) -> tuple[Path | None, list[str]]:
         return given.resolve(), []
     if not given.exists() and resume != AUTO:
         raise UserError(f"--resume {resume}: no such run or checkpoint: {given}")
+    tidy(given / "checkpoints")
     warnings = []
     for _, path in sorted(step_directories(given / "checkpoints"), reverse=True):
         try:

@@ -11,6 +11,7 @@ diagnosis.json  what was wrong with the numbers, where a run stopped because of 
 checkpoints/    step_00000100/ ..., best/, last -> the newest
 """
 
+import itertools
 import json
 import os
 import platform
@@ -64,9 +65,16 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def prepare(self, *, overwrite: bool, resuming: bool) -> None:
-        if not resuming and self._holds_something():
-            if not overwrite:
+    def prepare(self, *, overwrite: bool = False, beginning: bool = False, resume_from: Path | None = None) -> None:
+        """Make the directory. What is there is gone on with, replaced by choice, or left alone with a complaint.
+
+        `beginning` is a run that is started again and again and has no checkpoint yet.
+        """
+        own = resume_from is not None and self.path.resolve() in resume_from.resolve().parents
+        if not own and self._holds_something():
+            if resume_from is not None:
+                raise UserError(f"{self.path} is another run than the one to go on from; give another --name")
+            if not overwrite and not beginning:
                 raise UserError(
                     f"{self.path} exists; give another --name, --resume auto to go on with it, or --overwrite"
                 )
@@ -74,11 +82,27 @@ class RunDirectory:
                 raise UserError(
                     f"{self.path} is no run of leanclip, so --overwrite leaves it alone; give another --name"
                 )
-            shutil.rmtree(self.path)
+            self._clear(keep=not overwrite)
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot make {self.checkpoints} ({error.strerror}); give another --logs") from error
+
+    def _clear(self, *, keep: bool) -> None:
+        """Remove what is inside. With `keep`, weights that were saved are put aside instead, however few."""
+        if keep and self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
+            number = next(n for n in itertools.count(1) if not (self.path / f"before-{n}").exists())
+            aside = self.path / f"before-{number}"
+            aside.mkdir()
+            for path in list(self.path.iterdir()):
+                if not path.name.startswith("before-"):
+                    path.rename(aside / path.name)
+            return
+        for path in list(self.path.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def _holds_something(self) -> bool:
         """More than what a run makes first, which may have been killed right then."""
@@ -89,8 +113,11 @@ class RunDirectory:
 
     def facts(self) -> dict[str, Any]:
         """What run.json says."""
-        path = self.path / "run.json"
-        return json.loads(path.read_text()) if path.is_file() else {}
+        try:
+            found = json.loads((self.path / "run.json").read_text())
+        except (OSError, ValueError):  # not there, or not whole
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def describe(self, **facts: Any) -> None:
         """Add facts to run.json."""
@@ -112,5 +139,8 @@ def environment(device: torch.device) -> dict[str, str]:
 def write_atomically(path: Path, text: str) -> None:
     """A reader sees the old file or the new one, never half of it."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)

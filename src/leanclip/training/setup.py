@@ -57,6 +57,7 @@ class Job:
     group: dist.ProcessGroup | None  # for checkpoints alone
     position: Position  # where it starts
     resume_from: Path | None
+    same_loss: bool = True  # as in the checkpoint that it was resumed from: neither reset nor grown
     ema: WeightEMA | None = None
     notes: tuple[str, ...] = ()  # about what was resumed
     compiled: bool = False  # so the first step takes longer
@@ -138,6 +139,8 @@ def set_up(config: TrainConfig) -> Job:
     resume_from, warnings = _starting_point(config, ranks)
     saved = None if resume_from is None or resume_from.is_file() else SavedRun.open(resume_from)
     config, data = resolve(_with_foreign_weights(config, resume_from), saved)
+    if saved is not None and saved.already_reset(config, data.train.source.manifest(), len(data.train.source)):
+        config = replace(config, run=replace(config.run, reset_loss_state=False))
     zero_shot = _open_zero_shot(config)
     config = replace(
         config, run=replace(config.run, name=ranks.once(lambda: config.run.name))
@@ -230,7 +233,7 @@ def set_up(config: TrainConfig) -> Job:
     position = Position(step=0, epoch=0, epoch_step=0, samples=0, seconds=0.0, best=None)
     if saved is not None:
         saved.load(state, group, reset_loss=run.reset_loss_state)
-        position = saved.position
+        position = _with_own_best(saved, config)
         if run.reset_loss_state:  # as if the new data had been there from the beginning
             epoch, epoch_step = divmod(position.step, loader.steps_per_epoch)
             position = replace(position, epoch=epoch, epoch_step=epoch_step)
@@ -246,6 +249,7 @@ def set_up(config: TrainConfig) -> Job:
         ranks=ranks, loader=loader, steps=steps, state=state, group=group, position=position,
         resume_from=resume_from, notes=(*(f"warning: {each}" for each in warnings), *notes), zero_shot=zero_shot,
         ema=ema, compiled=compiled,
+        same_loss=saved is None or (not run.reset_loss_state and len(data.train.source) == saved.content["samples"]),
     )  # fmt: skip
 
 
@@ -322,6 +326,15 @@ def _starting_point(config: TrainConfig, ranks: Ranks) -> tuple[Path | None, lis
 def _found(resume: str, run: Path) -> tuple[str | None, list[str]]:
     path, warnings = find_saved(resume, run)
     return None if path is None else str(path), warnings
+
+
+def _with_own_best(saved: SavedRun, config: TrainConfig) -> Position:
+    """Where the run stands. The best figure so far counts for the same metric, data and directory only."""
+    before = saved.content["settings"]
+    same = all(before.get(name) == getattr(config.data, name) for name in ("val_data", "val_split"))
+    same = same and before.get("best_metric") == config.run.best_metric
+    own = saved.path.parent == (Path(config.run.logs) / str(config.run.name) / "checkpoints").resolve()
+    return saved.position if same and own else replace(saved.position, best=None)
 
 
 def _with_foreign_weights(config: TrainConfig, resume_from: Path | None) -> TrainConfig:
