@@ -2,7 +2,7 @@
 
 import os
 import signal
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ from leanclip.data.source import BrokenSample, Source
 from leanclip.errors import UserError
 
 PREFETCH = 2  # batches per worker
-AGAIN = 10.0  # seconds after which a signal is a second one
 
 
 class TrainingLoader:
@@ -223,14 +222,13 @@ def _start_worker(_: int) -> None:
     """The processes are the parallelism. What tells the run to stop is for the process that trains, not for these."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _not_at_once)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_with_parents_word, daemon=True).start()
 
 
-_first_at: dict[int, float] = {}
-
-
-def _not_at_once(number: int, _: Any) -> None:
-    """SLURM sends SIGTERM to everybody, and a launcher hands it on; one that comes after a while is meant."""
-    if time.monotonic() - _first_at.setdefault(number, time.monotonic()) > AGAIN:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+def _end_with_parents_word() -> None:
+    """SLURM sends SIGTERM to everybody, and a launcher hands it on; only the parent's is meant for a worker."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
