@@ -70,3 +70,7 @@ def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, **settings):
         for before, after in itertools.pairwise(history)
     ]
     return {"said": said, "state": tensors(), "moved": moved}
+
+
+def poisoned_with(ranks, folder, bad, settings):
+    return poisoned_run(ranks, folder, bad, **settings)

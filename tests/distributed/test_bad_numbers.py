@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from bad_numbers_worker import poisoned_run
+from bad_numbers_worker import poisoned_run, poisoned_with
 from ranks_job import run_ranks
 
 from leanclip.distributed import Ranks
@@ -16,15 +16,11 @@ def on_ranks(size, folder, bad, **settings):
     folder.mkdir(exist_ok=True)
     if size == 1:
         return poisoned_run(Ranks(0, 1, None), folder, bad, **settings)
-    found = run_ranks(_with_settings, size, folder, bad, settings)
+    found = run_ranks(poisoned_with, size, folder, bad, settings)
     for other in found[1:]:
         assert other["said"] == found[0]["said"] and other["moved"] == found[0]["moved"]
         same_state(other, found[0])
     return found[0]
-
-
-def _with_settings(ranks, folder, bad, settings):
-    return poisoned_run(ranks, folder, bad, **settings)
 
 
 def same_state(one, other):

@@ -1,7 +1,7 @@
 """The averaged weights on several processes."""
 
 import torch
-from bad_numbers_worker import poisoned_run
+from bad_numbers_worker import poisoned_with
 from ranks_job import run_ranks
 
 from leanclip.distributed import Ranks
@@ -9,18 +9,14 @@ from leanclip.distributed import Ranks
 SETTINGS = {"ema": 0.9, "precision": "fp64", "opt": "sgdm", "lr": 0.1, "lr_scheduler": "const", "loss": "fastclip-v3"}
 
 
-def run(ranks, folder, settings):
-    return poisoned_run(ranks, folder, [], **settings)
-
-
 def test_split_weights_have_the_average_of_one_process_and_resume_on_it(tmp_path):
     """FSDP2 on two processes for four steps, then one process for four more: as one process for eight."""
     alone = Ranks(0, 1, None)
     for name in ("right", "split"):
         (tmp_path / name).mkdir()
-    right = run(alone, tmp_path / "right", SETTINGS)["state"]
-    run_ranks(run, 2, tmp_path / "split", SETTINGS | {"fsdp": True, "max_steps": 4})
-    found = run(alone, tmp_path / "split", SETTINGS | {"resume": "latest"})["state"]
+    right = poisoned_with(alone, tmp_path / "right", [], SETTINGS)["state"]
+    run_ranks(poisoned_with, 2, tmp_path / "split", [], SETTINGS | {"fsdp": True, "max_steps": 4})
+    found = poisoned_with(alone, tmp_path / "split", [], SETTINGS | {"resume": "latest"})["state"]
     assert int(found["ema updates"]) == 8
     averaged = [name for name in right if name.startswith("ema ")]
     assert len(averaged) > 20

@@ -40,6 +40,7 @@ def test_a_run_outlives_its_disk(kind, tmp_path):
     assert found["finished"] == [0] and "is finished" in found["said_again"]
 
 
+@pytest.mark.slow
 def test_a_run_may_stop_with_its_disk(tmp_path):
     found = on_its_own_disk(tmp_path, "full", "stop")
     assert found["codes"] == [2, 2], found["said"]

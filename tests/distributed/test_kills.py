@@ -20,7 +20,9 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("all", 2), ("one", 2), ("writing", 2), ("term", 1), ("usr1", 3)], ids=lambda value: str(value)
+    ("kind", "size"),
+    [("all", 2), ("one", 2), ("writing", 2), ("term", 3), pytest.param("usr1", 1, marks=pytest.mark.slow)],
+    ids=lambda value: str(value),
 )
 def test_a_killed_run_ends_like_an_uninterrupted_one(kind, size, uninterrupted, tmp_path):
     found, hits = interrupted(Settings(), tmp_path, tmp_path / "logs", [kind], [size], seed=KINDS.index(kind))
@@ -28,6 +30,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_one(kind, size, uninterrupted, 
     compare(found, uninterrupted, exact=size == 2)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_killed_rank_again_and_it_goes_on(uninterrupted, tmp_path):
     arguments = Settings().arguments(tmp_path, tmp_path / "logs")
     at = arguments.index("--resume")

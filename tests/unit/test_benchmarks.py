@@ -13,12 +13,14 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
     ("script", "arguments", "expected"),
     [
         ("bench_loss.py", [], ["infonce", "siglip", "open_clip", "x floor"]),
-        ("bench_state.py", [], ["fastclip-v3 state", "of the step"]),
+        pytest.param("bench_state.py", [], ["fastclip-v3 state", "of the step"], marks=pytest.mark.slow),
         ("bench_save.py", [], ["share_in_saves", "checkpoint_gb"]),
-        ("bench_micro_batch.py", [], ["direct", "micro-batches", "samples/s"]),
+        pytest.param("bench_micro_batch.py", [], ["direct", "micro-batches", "samples/s"], marks=pytest.mark.slow),
         ("bench_step.py", [], ["tiny", "leanclip fastclip-v3", "open_clip", "MFU"]),
-        ("bench_end_to_end.py", [], ["loader alone", "training", "of the smaller"]),
-        ("bench_plan.py", [], ["TFLOP/s", "predicted_gib"]),
+        pytest.param(
+            "bench_end_to_end.py", [], ["loader alone", "training", "of the smaller"], marks=pytest.mark.slow
+        ),
+        pytest.param("bench_plan.py", [], ["TFLOP/s", "predicted_gib"], marks=pytest.mark.slow),
         ("bench_data.py", [], ["256 px          leanclip", "open_clip", "cat", "MB/s", "bytes a sample"]),
         ("bench_losses_on_emoji.py", ["--loss", "siglip", "fastclip-v2"], ["siglip", "fastclip-v2", "chance 5.0%"]),
     ],

@@ -108,7 +108,7 @@ def test_a_checkpoint_of_another_model(capsys, tmp_path):
     assert "--global-batch-size 8, the run has 4" in line
     assert "global_batch_size = 4" in (tmp_path / "one" / "config.toml").read_text()  # a refused resume wrote nothing
     line = complaint(train("--name", "one", *arguments), capsys)
-    assert "exists" in line and "--resume latest" in line and "--overwrite" in line
+    assert "exists" in line and "--resume auto" in line and "--overwrite" in line
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors", "model.json"])

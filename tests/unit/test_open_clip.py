@@ -61,7 +61,12 @@ def in_open_clip(tmp_path, name, weights):
 
 
 @pytest.mark.parametrize(
-    ("model", "loss"), [("RN50", "infonce"), ("ViT-B-32", "fastclip-v3"), ("siglip-style.json", "siglip")]
+    ("model", "loss"),
+    [
+        pytest.param("RN50", "infonce", marks=pytest.mark.slow),
+        ("ViT-B-32", "fastclip-v3"),
+        ("siglip-style.json", "siglip"),
+    ],
 )
 def test_a_checkpoint_loads_in_open_clip(model, loss, tmp_path):
     if model.endswith(".json"):

@@ -221,7 +221,7 @@ def test_others_losses_compute_infonce():
 A100 = {"samples": 400_000_000, "capability": (8, 0), "processors": 108}
 
 
-@pytest.mark.parametrize(("batch", "gpus"), [(32_768, 8), (196_608, 64)])
+@pytest.mark.parametrize(("batch", "gpus"), [(32_768, 8), pytest.param(196_608, 64, marks=pytest.mark.slow)])
 def test_what_disco_clip_says_fits_on_40_gb_fits(batch, gpus):
     """ViT-B-32: 32K on 8 and 196K on 64 GPUs of 40 GB, the share of each at once, blocks recomputed."""
     config = config_of("ViT-B-32", batch, loss="infonce", grad_checkpointing=True)
@@ -238,6 +238,7 @@ def test_what_disco_clip_says_fits_on_40_gb_fits(batch, gpus):
         assert alone[0] > 10 * 40e9
 
 
+@pytest.mark.slow
 def test_the_undivided_loss_needs_128_gpus_for_32k():
     """As DisCo-CLIP says of CLIP's own way, with all activations kept: 128 GPUs of 40 GB do, 64 do not."""
     config = config_of("ViT-B-32", 32_768, loss="infonce")
@@ -248,6 +249,7 @@ def test_the_undivided_loss_needs_128_gpus_for_32k():
     assert many < USED * 40e9 < few
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_that_fits(small):
     config = config_of(small, 2000)
     search = Search(config, 1000, 2, (9, 0), 132)
