@@ -86,7 +86,10 @@ class Staging:
     def _buffer(self, name: str, like: Tensor) -> Tensor:
         known = self._buffers.get(name)
         if known is None or known.shape != like.shape or known.dtype != like.dtype:
-            known = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)  # page-locked: the fast way
+            try:
+                known = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)  # page-locked: the fast way
+            except RuntimeError:  # as much as the system lets a process lock
+                known = torch.empty(like.shape, dtype=like.dtype)
             self._buffers[name] = known
         return known
 
