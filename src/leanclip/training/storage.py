@@ -87,8 +87,8 @@ class Staging:
         known = self._buffers.get(name)
         if known is None or known.shape != like.shape or known.dtype != like.dtype:
             try:
-                known = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)  # page-locked: the fast way
-            except RuntimeError:  # as much as the system lets a process lock
+                known = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)  # locked pages: fast
+            except RuntimeError:  # more than the system lets a process lock
                 known = torch.empty(like.shape, dtype=like.dtype)
             self._buffers[name] = known
         return known
