@@ -58,7 +58,7 @@ def test_in_float32_it_is_the_padded_run():
 def losses_of(*, recorder, patch_dropout=0.0, same_batch=False):
     """Of steps from the same weights, with captions of different lengths."""
     model = model_of({}, {"patch_dropout": patch_dropout}, {}).cuda().train()
-    loss = leanclip.create_loss("fastclip-v3", num_samples=99).cuda()
+    loss = leanclip.create_loss("fastclip-v3", num_samples=999).cuda()
     loss.set_epoch(0, 1)
     parameters = [*(p for p in model.parameters() if p.requires_grad), *loss.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.0 if same_batch else 1e-3)

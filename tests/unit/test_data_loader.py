@@ -176,6 +176,8 @@ def test_shards_added_later_leave_old_ids_alone(data, tmp_path):
     write_shard(shards / "00-before-all.tar", sound(20, start=100))
     assert train(*common, "--name", "run", "--resume", "latest", "--epochs", 4, "--max-broken", 1) == 0
     assert bases(tmp_path / "run") == [("0.tar", 0), ("1.tar", 40), ("00-before-all.tar", 80)]
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["epoch"] == 4
 
 
 def test_a_split_stays_when_shards_are_added(data, tmp_path):

@@ -234,11 +234,12 @@ def set_up(config: TrainConfig) -> Job:
     if saved is not None:
         saved.load(state, group, reset_loss=run.reset_loss_state)
         position = _with_own_best(saved, config)
-        if run.reset_loss_state:  # as if the new data had been there from the beginning
+        grown = len(data.train.source) > saved.content["samples"]  # by shards that were added since
+        if grown or run.reset_loss_state:  # as if the data had been there from the beginning
             epoch, epoch_step = divmod(position.step, loader.steps_per_epoch)
             position = replace(position, epoch=epoch, epoch_step=epoch_step)
-        elif isinstance(loss, GlobalContrastiveLoss) and len(data.train.source) > saved.content["samples"]:
-            loss.resize(len(data.train.source))  # for shards that were added since
+        if grown and not run.reset_loss_state and isinstance(loss, GlobalContrastiveLoss):
+            loss.resize(len(data.train.source))
     elif resume_from is not None:
         position, taken = _go_on(resume_from, model, pieces, loader, position)
         notes.append(f"resumed {taken}")
