@@ -91,12 +91,15 @@ class Photos:
         found = load_file(kept) if kept.is_file() else decoded(folder)
         if not kept.is_file() and folder != BUNDLED:
             save_file(found, kept)
-        sets = []
-        for name in ("train", "val", "test"):
+
+        def captioned(name: str) -> Captioned:
             images, tokens = (found[f"{name}.{part}"].to(device) for part in ("images", "tokens"))
-            sets.append(Captioned(images, tokens, found[f"{name}.lengths"], found[f"{name}.first"]))
-        labelled, labels, prompts = (found[name].to(device) for name in ("labelled", "labels", "prompts"))
-        return cls(*sets, labelled, labels, prompts)
+            return Captioned(images, tokens, found[f"{name}.lengths"], found[f"{name}.first"])
+
+        return cls(
+            captioned("train"), captioned("val"), captioned("test"),
+            **{name: found[name].to(device) for name in ("labelled", "labels", "prompts")},
+        )  # fmt: skip
 
 
 def decoded(folder: Path) -> dict[str, Tensor]:

@@ -1,17 +1,19 @@
 """Training runs of the experiments: many short ones, side by side on one device, each written down when it is over.
 
 A run is a `Run`; `complete` returns the rows of all that are asked for and trains those that are not in runs.csv yet.
-The step is leanclip's own (`training_step`, with compiled towers and CUDA graphs); batches are cut from photographs that lie
-on the device, so that runs wait for nothing. Runs with the same seed start from the same weights and see the same
-crops and captions in the same order, whatever their loss.
+The step is leanclip's own (`training_step`, with compiled towers and CUDA graphs); batches are cut from photographs
+that lie on the device, so that runs wait for nothing. Runs with the same seed start from the same weights and see the
+same crops and captions in the same order, whatever their loss.
 """
 
+import argparse
 import hashlib
 import json
 import math
 import multiprocessing
 import os
 import queue
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,6 +29,7 @@ from torch.nn import functional as F
 
 from leanclip import create_loss
 from leanclip.data import Batch
+from leanclip.data.datasets import BUNDLED
 from leanclip.evaluation import retrieval_metrics
 from leanclip.models import ModelConfig, TwoTower, create_model
 from leanclip.optim import OptimConfig, create_optimizer, set_learning_rate, weight_decay_groups
@@ -41,6 +44,12 @@ FIELDS = (
     "test_t2i10", "test_i2t10", "cifar10", "last_val_t2i10", "last_test_t2i10", "last_test_i2t10", "last_cifar10",
     "tau", "skipped", "seconds", "beside", *table.PROVENANCE,
 )  # fmt: skip
+TINY = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 64, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+}
+SEEDS = 5
 CURVE = ("run", "samples", "loss", "tau", "val_t2i10", "test_t2i10", "test_i2t10", "cifar10")
 
 
@@ -196,7 +205,9 @@ def row_of(run: Run, points: list[dict[str, float]], seconds: float, beside: int
     """What runs.csv says of a run. The weights that count are those of the point that is best on val."""
     best, last = max(points, key=lambda point: point["val_t2i10"]), points[-1]
     names = ("val_t2i10", "test_t2i10", "test_i2t10", "cifar10")
-    figures = {name: round(best[name], 5) for name in names} | {f"last_{name}": round(last[name], 5) for name in names}
+    figures = {name: round(best[name], 5) for name in names} | {
+        f"last_{name}": round(last[name], 5) for name in names
+    }
     return run.settings | figures | {
         "run": run.key, "samples": last["samples"], "best_samples": best["samples"], "tau": round(last["tau"], 5),
         "skipped": last["skipped"], "seconds": round(seconds, 1), "beside": beside,
@@ -212,7 +223,7 @@ def complete(
     until: float = math.inf,
     steps: int | None = None,
     config: Path = MODEL,
-) -> dict[Run, dict[str, str]]:
+) -> "Rows":
     """The rows of these runs; those that are not there yet are trained, unless time runs out at `until`.
 
     `until` is on the clock of `time.time()`: no run begins that would probably not be over by then.
@@ -220,7 +231,7 @@ def complete(
     path = results / "runs.csv"
     known = {row["run"]: row for row in table.rows(path)}
     missing = sorted({run for run in runs if run.key not in known}, key=lambda run: (run.batch, run.key))
-    if missing:
+    if missing and time.time() < until:
         for run, points, seconds in _train_all(missing, photos, min(processes, len(missing)), until, steps, config):
             row = row_of(run, points, seconds, processes) | table.provenance()
             table.append(path, FIELDS, row)
@@ -277,9 +288,7 @@ def _place(photos: Path, config: Path) -> Place:
     return Place(Photos.of(photos, device), device, config)
 
 
-def _work(
-    waiting: Any, done: Any, photos: Path, until: float, steps: int | None, config: Path
-) -> None:
+def _work(waiting: Any, done: Any, photos: Path, until: float, steps: int | None, config: Path) -> None:
     """Runs one after the other, until there are no more."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # the others compile too
     torch.set_num_threads(1)
@@ -298,23 +307,63 @@ def _work(
     done.put(None)
 
 
-def with_seeds(run: Run, seeds: int = 5) -> list[Run]:
+def with_seeds(run: Run, seeds: int) -> list[Run]:
     return [replace(run, seed=seed) for seed in range(1, seeds + 1)]
 
 
-def best_trial(found: Mapping[Run, dict[str, str]], trials: list[Run]) -> Run | None:
-    """The trial that did best on val; None while one is missing."""
-    if any(trial not in found for trial in trials):
-        return None
-    return max(trials, key=lambda trial: float(found[trial]["val_t2i10"]))
+Rows = dict[Run, dict[str, str]]
 
 
-def searched(
-    spaces: Mapping[Any, list[Run]], finish: Callable[[list[Run]], dict[Run, dict[str, str]]], seeds: int = 5
-) -> dict[Any, Run | None]:
-    """For each name the best of its trials; then all best ones are run with every seed."""
-    found = finish([trial for trials in spaces.values() for trial in trials])
-    chosen = {name: best_trial(found, trials) for name, trials in spaces.items()}
-    finish([run for best in chosen.values() if best is not None for run in with_seeds(best, seeds)])
-    return chosen
+@dataclass
+class Experiment:
+    """What one command was asked for: where its runs come from and where its findings go."""
 
+    finish: Callable[[list[Run]], Rows]
+    results: Path
+    seeds: int
+    quick: bool
+
+    def search(self, spaces: Mapping[Any, list[Run]]) -> tuple[dict[Any, list[Run]], Rows]:
+        """By name the runs of the trial that did best on val, one for each seed, and the rows of all runs there are.
+
+        A name whose trials or seeds are not complete is left out.
+        """
+        found = self.finish([trial for trials in spaces.values() for trial in trials])
+        chosen = {
+            name: with_seeds(max(trials, key=lambda trial: float(found[trial]["val_t2i10"])), self.seeds)
+            for name, trials in spaces.items()
+            if all(trial in found for trial in trials)
+        }
+        found |= self.finish([run for runs in chosen.values() for run in runs])
+        return {name: runs for name, runs in chosen.items() if all(run in found for run in runs)}, found
+
+    def curve(self, run: Run) -> list[dict[str, float]]:
+        rows = [row for row in table.rows(self.results / "curves.csv") if row["run"] == run.key]
+        return [{name: float(row[name]) for name in CURVE[1:]} for row in rows]
+
+
+def experiment(description: str | None) -> Experiment:
+    """From the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--photos", type=Path, help="the folder that photos.py made")
+    parser.add_argument("--processes", type=int, default=8, help="runs side by side")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run that would be over later")
+    parser.add_argument("--write", action="store_true", help="train nothing: table, plot and text of what there is")
+    parser.add_argument("--quick", action="store_true", help="emoji, a tiny model, two steps; nothing is kept")
+    given = parser.parse_args()
+    until = 0.0 if given.write else time.time() + given.seconds
+    if given.quick:
+        folder = Path(tempfile.mkdtemp())
+        (folder / "tiny.json").write_text(json.dumps(TINY))
+
+        def finish(runs: list[Run]) -> Rows:
+            return complete(runs, BUNDLED, results=folder, processes=1, steps=2, config=folder / "tiny.json")
+
+        return Experiment(finish, folder, 2, True)
+    if given.photos is None and not given.write:
+        parser.error("--photos FOLDER is missing; photos.py makes it")
+
+    def finish(runs: list[Run]) -> Rows:
+        return complete(runs, given.photos or Path(), processes=given.processes, until=until)
+
+    return Experiment(finish, table.RESULTS, SEEDS, False)
