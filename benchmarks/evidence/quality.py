@@ -6,12 +6,11 @@
 
 A small ViT on 32,023 photographs (COCO and Flickr8k, 64 px) from scratch. Each loss gets six trials for each batch
 size (three learning rates by two values of the setting that matters most to it) with a seed of their own; the one
-with the best text-to-image recall@10 on Flickr8k's val set is trained with five other seeds, which are the same for all
-losses. What counts is the test recall at the point of the run that is best on val.
+with the best text-to-image recall@10 on Flickr8k's val set is trained with five other seeds, which are the same for
+all losses. What counts is the test recall at the point of the run that is best on val.
 """
 
 from itertools import product
-from pathlib import Path
 
 import chart
 import stats
@@ -65,18 +64,15 @@ def paragraph(chosen: dict[tuple[str, int], list[Run]], found: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
+def mean_curve(asked: Experiment, runs: list[Run]) -> list[tuple[float, float]]:
+    """Text-to-image recall on the test set, in percent, over samples seen: the mean of the seeds."""
+    points = zip(*map(asked.curve, runs), strict=True)
+    return [(at[0]["samples"], 100 * sum(point["test_t2i10"] for point in at) / len(at)) for at in points]
+
+
 def draw(asked: Experiment, chosen: dict[tuple[str, int], list[Run]]) -> None:
-    """Recall on the test set over samples seen, the mean over the seeds, a file for each batch size."""
     for batch in {batch for _, batch in chosen}:
-        series = {}
-        for (loss, size), runs in chosen.items():
-            if size != batch:
-                continue
-            curves = [asked.curve(run) for run in runs]
-            points = zip(*curves, strict=True)
-            series[loss] = [
-                (at[0]["samples"], 100 * sum(point["test_t2i10"] for point in at) / len(at)) for at in points
-            ]
+        series = {loss: mean_curve(asked, runs) for (loss, size), runs in chosen.items() if size == batch}
         title = f"Flickr8k test, batch {batch:,}, mean of the seeds"
         chart.draw(
             asked.results / f"quality_{batch}.svg", series, title=title,
@@ -91,7 +87,7 @@ def main() -> None:
         raise SystemExit("no loss has all its runs yet: run the command again to go on")
     text = paragraph(chosen, found)
     print(text)
-    Path(asked.results / "quality.md").write_text(text)
+    (asked.results / "quality.md").write_text(text)
     draw(asked, chosen)
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import table
 import torch
@@ -312,6 +312,7 @@ def with_seeds(run: Run, seeds: int) -> list[Run]:
 
 
 Rows = dict[Run, dict[str, str]]
+Name = TypeVar("Name")
 
 
 @dataclass
@@ -323,18 +324,19 @@ class Experiment:
     seeds: int
     quick: bool
 
-    def search(self, spaces: Mapping[Any, list[Run]]) -> tuple[dict[Any, list[Run]], Rows]:
-        """By name the runs of the trial that did best on val, one for each seed, and the rows of all runs there are.
-
-        A name whose trials or seeds are not complete is left out.
-        """
+    def best(self, spaces: Mapping[Name, list[Run]]) -> dict[Name, Run]:
+        """By name the trial that did best on val. A name whose trials are not complete is left out."""
         found = self.finish([trial for trials in spaces.values() for trial in trials])
-        chosen = {
-            name: with_seeds(max(trials, key=lambda trial: float(found[trial]["val_t2i10"])), self.seeds)
+        return {
+            name: max(trials, key=lambda trial: float(found[trial]["val_t2i10"]))
             for name, trials in spaces.items()
             if all(trial in found for trial in trials)
         }
-        found |= self.finish([run for runs in chosen.values() for run in runs])
+
+    def search(self, spaces: Mapping[Name, list[Run]]) -> tuple[dict[Name, list[Run]], Rows]:
+        """By name the runs of the best trial, one for each seed, where they are complete; and the rows of them."""
+        chosen = {name: with_seeds(trial, self.seeds) for name, trial in self.best(spaces).items()}
+        found = self.finish([run for runs in chosen.values() for run in runs])
         return {name: runs for name, runs in chosen.items() if all(run in found for run in runs)}, found
 
     def curve(self, run: Run) -> list[dict[str, float]]:

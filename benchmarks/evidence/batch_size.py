@@ -1,0 +1,73 @@
+"""Small batch against large: infonce and fastclip-v3 at equal samples seen. Where do they meet?
+
+    python benchmarks/evidence/batch_size.py --photos FOLDER  # after quality.py, whose settings it starts from
+    python benchmarks/evidence/batch_size.py --write          # table and plot from the rows there are
+    python benchmarks/evidence/batch_size.py --quick          # tries the code, on a CPU too; nothing is kept
+
+The settings that quality.py chose at batch 128, but for the learning rate: three for each batch size. The best on val
+is trained with the seeds of quality.py.
+"""
+
+from dataclasses import replace
+
+import chart
+import quality
+import stats
+from runs import Rows, Run, experiment
+
+BATCHES = (64, 128, 256, 512, 1024, 2048, 4096)
+LOSSES = ("infonce", "fastclip-v3")
+
+
+def paragraph(chosen: dict[tuple[str, int], list[Run]], found: Rows) -> str:
+    lines = [
+        "| batch | infonce | lr | fastclip-v3 | lr | difference | p |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for batch in sorted({batch for _, batch in chosen}):
+        cells, recalls = [f"{batch:,}"], []
+        for loss in LOSSES:
+            runs = chosen.get((loss, batch))
+            recalls.append(None if runs is None else quality.values(runs, found, "test_t2i10"))
+            cells += ["", ""] if runs is None else [stats.shown(recalls[-1] or []), f"{runs[0].lr:g}"]
+        theirs, ours = recalls
+        if ours and theirs:
+            gap = stats.paired(ours, theirs)
+            cells += [f"{100 * gap.mean:+.2f} ± {100 * gap.deviation:.2f}", f"{gap.p:.4f}"]
+        else:
+            cells += ["", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    asked = experiment(__doc__)
+    quick = asked.quick
+    best = asked.best({loss: quality.trials(loss, 16 if quick else 128, quick) for loss in LOSSES})
+    if len(best) < len(LOSSES):
+        raise SystemExit("the trials of quality.py are not complete: run it first")
+    spaces = {
+        (loss, batch): [replace(best[loss], batch=batch, lr=rate) for rate in quality.RATES[: 1 if quick else None]]
+        for batch in ((8, 16) if quick else BATCHES)
+        for loss in LOSSES
+    }
+    chosen, found = asked.search(spaces)
+    text = paragraph(chosen, found)
+    print(text)
+    (asked.results / "batch_size.md").write_text(text)
+    series = {
+        loss: [
+            (batch, 100 * sum(recalls) / len(recalls))
+            for (name, batch), runs in sorted(chosen.items())
+            if name == loss and (recalls := quality.values(runs, found, "test_t2i10"))
+        ]
+        for loss in LOSSES
+    }
+    chart.draw(
+        asked.results / "batch_size.svg", series, title="Flickr8k test by batch size, equal samples seen",
+        x_label="batch", y_label="text-to-image recall@10, %", log=(True, False), x_ticks=[b for _, b in spaces],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""FastCLIP's three components, one at a time: the schedule of gamma, the temperature rule, the optimizer.
+
+    python benchmarks/evidence/components.py --photos FOLDER  # after quality.py, whose settings it starts from
+    python benchmarks/evidence/components.py --write          # table and plot from the rows there are
+    python benchmarks/evidence/components.py --quick          # tries the code, on a CPU too; nothing is kept
+
+Batch 128. Each variant starts from the settings that quality.py chose for its loss and gets three trials for what it
+changes: the smallest gamma for a schedule, the learning rate for an optimizer; a rule for the temperature's gradient
+changes nothing else. The best on val is trained with the seeds of quality.py.
+"""
+
+from dataclasses import replace
+
+import chart
+import quality
+import stats
+from runs import Experiment, Rows, Run, experiment
+
+BATCH = 128
+GAMMAS = (0.2, 0.5, 0.8)
+OPTIMIZERS = {
+    "adamw": quality.RATES,
+    "lamb": (2e-3, 5e-3, 1e-2),
+    "lion": (5e-5, 1e-4, 2e-4),
+    "sgdm": (0.1, 0.5, 2.0),
+}
+TITLES = {
+    "gamma": "Schedule of gamma",
+    "rule": "Temperature rule",
+    "gradient": "Gradient of the temperature",
+    "optimizer": "Optimizer, fastclip-v3",
+}
+BASE = {"gamma": ", constant", "rule": "fastclip-v0", "gradient": ", published", "optimizer": "adamw"}
+
+
+def changed(run: Run, **hyper: object) -> Run:
+    return replace(run, hyper=tuple(sorted((dict(run.hyper) | hyper).items())))
+
+
+def spaces(best: dict[str, Run]) -> dict[tuple[str, str], list[Run]]:
+    """The trials of each variant, by component and name."""
+    found: dict[tuple[str, str], list[Run]] = {}
+    for loss in ("fastclip-v1", "fastclip-v2", "fastclip-v3"):
+        for schedule in ("constant", "cosine"):
+            trials = [changed(best[loss], gamma_schedule=schedule, gamma_min=gamma) for gamma in GAMMAS]
+            found["gamma", f"{loss}, {schedule}"] = trials
+    for loss in ("fastclip-v0", "fastclip-v1", "fastclip-v2", "fastclip-v3"):
+        found["rule", loss] = [best[loss]]
+    for loss, setting, other in (
+        ("fastclip-v3", "tau_gradient", "exact"),
+        ("fastclip-v2", "tau_adam", "visits"),
+        ("isogclr", "tau_adam", "visits"),
+    ):
+        found["gradient", f"{loss}, published"] = [best[loss]]
+        found["gradient", f"{loss}, {other}"] = [changed(best[loss], **{setting: other})]
+    for name, rates in OPTIMIZERS.items():
+        found["optimizer", name] = [replace(best["fastclip-v3"], opt=name, lr=rate) for rate in rates]
+    return found
+
+
+def base_of(component: str, name: str) -> str:
+    """What a variant is compared with."""
+    base = BASE[component]
+    return name.split(",")[0] + base if base.startswith(",") else base
+
+
+def paragraph(chosen: dict[tuple[str, str], list[Run]], found: Rows) -> str:
+    lines = []
+    for component, title in TITLES.items():
+        lines += [
+            f"\n{title}:\n",
+            "| | chosen | text-to-image | CIFAR-10 | against | difference | p |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for (kind, name), runs in chosen.items():
+            if kind != component:
+                continue
+            settings = ", ".join(f"{key} {value}" for key, value in (("lr", runs[0].lr), *runs[0].hyper))
+            ours, cifar = (quality.values(runs, found, metric) for metric in ("test_t2i10", "cifar10"))
+            base = chosen.get((component, base_of(component, name)))
+            compared = " |  | "
+            if base is not None and base is not runs:
+                gap = stats.paired(ours, quality.values(base, found, "test_t2i10"))
+                difference = f"{100 * gap.mean:+.2f} ± {100 * gap.deviation:.2f}"
+                compared = f"{base_of(component, name)} | {difference} | {gap.p:.4f}"
+            lines.append(f"| {name} | {settings} | {stats.shown(ours)} | {stats.shown(cifar)} | {compared} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(asked: Experiment, chosen: dict[tuple[str, str], list[Run]]) -> None:
+    series = {name: quality.mean_curve(asked, runs) for (kind, name), runs in chosen.items() if kind == "optimizer"}
+    if series:
+        chart.draw(
+            asked.results / "components.svg", series, title="fastclip-v3 by optimizer, Flickr8k test, batch 128",
+            x_label="samples seen", y_label="text-to-image recall@10, %",
+        )  # fmt: skip
+
+
+def main() -> None:
+    asked = experiment(__doc__)
+    losses = ("fastclip-v0", "fastclip-v1", "fastclip-v2", "fastclip-v3", "isogclr")
+    first = {loss: quality.trials(loss, 16 if asked.quick else BATCH, asked.quick) for loss in losses}
+    best = asked.best(first)
+    if len(best) < len(losses):
+        raise SystemExit("the trials of quality.py are not complete: run it first")
+    wanted = spaces(best)
+    chosen, found = asked.search({name: runs[:1] for name, runs in wanted.items()} if asked.quick else wanted)
+    text = paragraph(chosen, found)
+    print(text)
+    (asked.results / "components.md").write_text(text)
+    draw(asked, chosen)
+
+
+if __name__ == "__main__":
+    main()
