@@ -5,8 +5,9 @@
     python benchmarks/bench_end_to_end.py --quick                # a tiny run on a CPU; nothing is kept
 
 The loader alone: its batches are fetched and thrown away. The step alone: the same batch again and again, on the
-device. Training is the command itself, in a process of its own. Rates are taken once the loader's store of batches,
-which fills while the first steps are slow, is used up. Rows go to benchmarks/results/end_to_end.csv.
+device. Training is the command itself, in a process of its own, without checkpoints (bench_save.py is about those).
+Rates are taken once the loader's store of batches, which fills while the first steps are slow, is used up. Rows
+go to benchmarks/results/end_to_end.csv.
 """
 
 import argparse
@@ -101,7 +102,7 @@ def train(
         "--global-batch-size", str(batch), "--workers", str(workers), "--max-steps", str(steps), "--epochs", "99",
         "--eval-every", "0", "--report-to", "none", "--log-every", str(max(1, steps // 3)), "--logs", str(folder),
         "--name", "run", "--micro-batch", str(batch), "--train-data-upsampling-factors", str(REPEATS),
-        "--compile", compile,
+        "--compile", compile, "--save-every", "0",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -189,14 +189,15 @@ def measured(place: Place) -> dict[str, float]:
         for name, data in (("val", photos.val), ("test", photos.test)):
             images = torch.cat([model.encode_image(part) for part in data.images.split(2000)]).float()
             texts = torch.cat([model.encode_text(part.long()) for part in data.tokens.split(5000)]).float()
-            recall = retrieval_metrics(images, texts, data.image_of_text.to(images.device))
+            with torch.autocast(place.device.type, enabled=False):
+                recall = retrieval_metrics(images, texts, data.image_of_text.to(images.device))
             found[f"{name}_t2i10"] = recall["text_to_image_recall@10"]
             found[f"{name}_i2t10"] = recall["image_to_text_recall@10"]
         classes, prompts = photos.prompts.shape[:2]
         texts = model.encode_text(photos.prompts.flatten(0, 1).long()).float()
         centres = F.normalize(texts.view(classes, prompts, -1).mean(1), dim=-1)
         images = torch.cat([model.encode_image(part) for part in photos.labelled.split(2000)]).float()
-        found["cifar10"] = ((images @ centres.T).argmax(1) == photos.labels).float().mean().item()
+        found["cifar10"] = ((images.double() @ centres.double().T).argmax(1) == photos.labels).float().mean().item()
     model.train()
     return found
 

@@ -89,6 +89,17 @@ def test_the_newest_three_stay_by_default(trained):
         verify(trained / f"logs/run/checkpoints/step_{step:08d}")
 
 
+def test_waiting_for_the_disk_is_told_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("leanclip.training.checkpoint.LONG_WAIT", -1.0)
+    assert train(tmp_path) == 0
+    assert capsys.readouterr().out.count("for the last checkpoint to be written") == 1
+
+
+def test_a_short_run_saves_only_at_its_end(tmp_path):
+    assert train(tmp_path, save_every=None) == 0
+    assert names(tmp_path) == ["last", "step_00000008"]
+
+
 def test_the_best_stays_beside_them(tmp_path):
     assert train(tmp_path, val_data=str(BUNDLED / "val-*.tar"), eval_every=3, keep_last=1, max_steps=7) == 0
     assert names(tmp_path) == ["best", "last", "step_00000007"]

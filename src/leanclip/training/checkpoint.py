@@ -45,6 +45,7 @@ STATE_FILE = "state.json"
 TRAINED_FILE = "trained.safetensors"  # with an EMA, whose weights are the model's: those that train
 TENSORS = "state"
 BEST, LAST = "best", "last"
+LONG_WAIT = 1.0  # seconds that training may wait for a save without a word
 PATIENCE = 1800.0  # seconds that a save may take beyond the processes' time-out
 
 
@@ -102,7 +103,7 @@ class Checkpoints:
         self._staging = Staging(group)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leanclip-save")
         self._writing: Future[None] | None = None
-        self._newest, self._of_best = directory, False
+        self._newest, self._of_best, self._told_of_waiting = directory, False, False
         self.best_lost = False  # whether the best weights so far could not be written
 
     def prepare(self) -> None:
@@ -114,7 +115,9 @@ class Checkpoints:
 
         Returns where it will be. Returns at once, but for an earlier save that is still being written.
         """
+        began = time.monotonic()
         self.finish()
+        self._tell_of_waiting(time.monotonic() - began)
         wanted = self.state.tensors() if full else self.state.model_tensors()
         content = {"format": FORMAT, "position": asdict(position)} | dict(self.facts)
         name = step_name(position.step) if full else BEST
@@ -128,6 +131,14 @@ class Checkpoints:
         self._writing = self._thread.submit(self._write, request)
         self._newest, self._of_best = self.directory / name, best
         return self._newest
+
+    def _tell_of_waiting(self, seconds: float) -> None:
+        """Once: saves that come faster than they can be written make training wait."""
+        if seconds > LONG_WAIT and not self._told_of_waiting:
+            self._told_of_waiting = True
+            self.tell(
+                f"warning: training waited {seconds:.0f} s for the last checkpoint to be written; raise --save-every"
+            )
 
     def finish(self) -> None:
         """Wait until the last save is on the disk, or known not to be.

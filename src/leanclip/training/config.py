@@ -62,8 +62,8 @@ class RunConfig:
     """Prompts for class names: openai (80), simple (7), or a file with one per line, {} standing for the name.
     Default: the set's own, else openai for ImageNet and simple for others."""
     save_every: int | None = None
-    """Steps between checkpoints; 0 saves only at the end. Default: a twentieth of the run. Training goes on while
-    one is written."""
+    """Steps between checkpoints; 0 saves only at the end. Default: a twentieth of the run, at least 100. Training
+    goes on while one is written."""
     keep_last: int = 3
     """How many of the newest checkpoints stay; 0 keeps all. The best one (--best-metric) stays beside them."""
     keep_every: int | None = None

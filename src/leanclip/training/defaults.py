@@ -15,6 +15,8 @@ from leanclip.models import is_resnet
 from leanclip.optim import OptimConfig
 from leanclip.training.config import RunConfig, TrainConfig
 
+FEWEST_STEPS = 100  # between checkpoints, unless asked for: short runs end before they are worth one
+
 
 class Published(NamedTuple):
     """One of FastCLIP's published settings, for fastclip-v3."""
@@ -113,7 +115,7 @@ def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | Non
         save_every = run.save_frequency * epoch
     return {
         "eval_every": max(1, steps // 10) if eval_every is None else eval_every,
-        "save_every": max(1, steps // 20) if save_every is None else save_every,
+        "save_every": max(FEWEST_STEPS, steps // 20) if save_every is None else save_every,
         "val_frequency": None,
         "save_frequency": None,
     }
