@@ -1,0 +1,56 @@
+"""Rows of evidence: a CSV file per table, written as measured, so that a run that ends early is continued, not redone."""
+
+import csv
+import datetime
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import leanclip
+
+RESULTS = Path(__file__).parent / "results"
+PROVENANCE = ("version", "torch", "device", "date", "command")
+
+
+def append(path: Path, fields: Sequence[str], row: Mapping[str, Any]) -> None:
+    """Adds one row, and the header before the first. A row must name exactly the fields."""
+    if set(row) != set(fields):
+        raise ValueError(f"row has {sorted(row)}, {path.name} has {sorted(fields)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    """All rows written so far; none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def provenance() -> dict[str, str]:
+    """What every row says of its origin."""
+    cuda = torch.cuda.is_available()
+    return {
+        "version": leanclip.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores",
+        "date": datetime.date.today().isoformat(),
+        "command": shlex.join(["python", _shown(sys.argv[0]), *sys.argv[1:]]),
+    }
+
+
+def _shown(script: str) -> str:
+    """The script as called from the repository's root, wherever that is."""
+    path, root = Path(script).resolve(), Path(__file__).resolve().parents[2]
+    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
