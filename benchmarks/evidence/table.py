@@ -1,4 +1,4 @@
-"""Rows of evidence: a CSV file per table, written as measured, so that a run that ends early is continued, not redone."""
+"""Rows of evidence: one CSV file per table, written as measured, so that a run which ended early is continued."""
 
 import csv
 import datetime
