@@ -4,7 +4,7 @@
     python benchmarks/evidence/stopwatch.py open_clip EVENTS MODEL.json [flags of `open_clip_train.main`]
 
 Nothing of the trainers is changed but this: their functions that evaluate are called between two looks at the clock,
-and open_clip's is made to run with newer releases of webdataset and without pandas, which it needs for CSV files only.
+and open_clip's is made to run with newer releases of webdataset, and without pandas, which only its CSV files need.
 EVENTS gets one JSON line a look: what began or ended, the time, and after an evaluation the epoch and the recalls.
 """
 

@@ -1,24 +1,25 @@
-"""Wall clock to a target: seconds from the start of the command until a recall is reached, open_clip's trainer and ours.
+"""Wall clock to a target: seconds from the start of the command until a recall is reached, open_clip's and ours.
 
     python benchmarks/evidence/wall_clock.py --train 'coco_64/train-*' 'flickr8k/train-*' --val 'flickr8k/val-*'
-    python benchmarks/evidence/wall_clock.py --quick        # the bundled emoji, a tiny model, any machine, nothing kept
-    python benchmarks/evidence/wall_clock.py --write        # the plot and the paragraph from the rows, measure nothing
+    python benchmarks/evidence/wall_clock.py --quick        # bundled emoji, a tiny model, any machine, nothing kept
+    python benchmarks/evidence/wall_clock.py --write        # plot and paragraph from the rows, measure nothing
 
 Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, warm-up, crops and
-precision, the same number of learning rates tried by both. open_clip runs its own command, `open_clip_train.main`, with
+precision, the same learning rates tried by both. open_clip runs its own command, `open_clip_train.main`, with
 --torchcompile, and evaluates after every epoch, as `leanclip train` does here. Every run compiles with empty caches.
 
 The clock starts with the process. Time inside evaluations is left out on both sides. Two parts are also shown apart:
-`startup` until the first training step begins (imports, model, data; leanclip also measures what fits), and `compile`,
-what the first epoch took longer than the median of the others. The target is the final recall of open_clip's best run;
-the run of leanclip that is compared is its best by final recall, too; the time of each is that of its first epoch at or
-above the target, so a baseline that was good early is not charged for the rest. A run whose last epoch is in the CSV
-file is not run again.
+`startup`, until the first training step begins (imports, model, data; leanclip also measures what fits), and
+`compile`, what the first epoch took longer than the median of the others. The target is the final recall of
+open_clip's best run; the run of leanclip that is compared is its best by final recall, too; the time of each is that
+of its first epoch at or above the target, so a baseline that was good early is not charged for the rest. A run whose
+last epoch is in the CSV file is not run again.
 """
 
 import argparse
 import glob
 import io
+import itertools
 import json
 import os
 import random
@@ -153,12 +154,10 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -
     environment = os.environ | {name: str(work / name.lower()) for name in caches}
     began = time.time()
     with (work / "output").open("w") as output:
-        code = subprocess.run(
-            [*command, *given], stdout=output, stderr=output, env=environment, check=False
-        ).returncode
+        done = subprocess.run([*command, *given], stdout=output, stderr=output, env=environment, check=False)
     events = [json.loads(line) for line in (work / "events").open()] if (work / "events").exists() else []
-    if code or not events:
-        raise RuntimeError(f"{trial} ended with code {code}:\n{(work / 'output').read_text()[-3000:]}")
+    if done.returncode or not events:
+        raise RuntimeError(f"{trial} ended with code {done.returncode}:\n{(work / 'output').read_text()[-3000:]}")
     found, evaluating, startup = [], 0.0, 0.0
     for begin, end in zip(events[::2], events[1::2], strict=True):
         seconds = begin["at"] - began - evaluating
@@ -175,19 +174,17 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -
                 "evaluation_seconds": round(evaluating, 3),
                 "text_to_image_recall_at_10": round(end["text_to_image"], 5),
                 "image_to_text_recall_at_10": round(end["image_to_text"], 5),
-                "trainer_command": shown(trial.trainer, given, data), **table.provenance(),
+                "trainer_command": shown(trial, arguments.model, given, data), **table.provenance(),
             }
         )  # fmt: skip
     return found
 
 
-def shown(trainer: str, given: list[str], data: Data) -> str:
+def shown(trial: Trial, model: Path, given: list[str], data: Data) -> str:
     """The trainer's command, without this machine's folders."""
-    start = (
-        "leanclip train --model small.json"
-        if trainer == "leanclip"
-        else "python -m open_clip_train.main --model small"
-    )
+    start = f"leanclip train --model {model.name}"
+    if trial.trainer == "open_clip":
+        start = f"python -m open_clip_train.main --model {model.stem}"
     line = " ".join([start, *given]).replace("::".join(map(str, data.train)), "train-*.tar")
     return line.replace(str(data.val), "val.tar").replace(given[given.index("--logs") + 1], "logs")
 
@@ -261,7 +258,7 @@ class Curve:
     @property
     def epoch_seconds(self) -> float:
         times = self.seconds
-        rest = [after - before for before, after in zip(times, times[1:], strict=False)]
+        rest = [after - before for before, after in itertools.pairwise(times)]
         return statistics.median(rest) if rest else times[0] - self.startup
 
     @property
@@ -335,8 +332,8 @@ def write(output: Path) -> None:
             if curve is not base:
                 held = "holds" if share <= 0.5 else "does not hold"
                 verdicts.append(
-                    f"{name}: at most half of open_clip's seconds {held} ({share:.2f}; {total / base.seconds[-1]:.2f} of"
-                    " its whole run)."
+                    f"{name}: at most half of open_clip's seconds {held} ({share:.2f};"
+                    f" {total / base.seconds[-1]:.2f} of its whole run)."
                 )
         elif curve is not base:
             verdicts.append(f"{name} does not reach open_clip's final recall.")
