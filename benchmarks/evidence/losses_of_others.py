@@ -32,11 +32,15 @@ def world(ranks: int) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        # torch.distributed.nn chooses by name between a reduce-scatter (NCCL) and a slower substitute for it.
-        with mock.patch.object(dist, "get_backend", return_value=dist.Backend.NCCL):
+        with as_nccl():
             yield
     finally:
         dist.destroy_process_group()
+
+
+def as_nccl() -> contextlib.AbstractContextManager[Any]:
+    """torch.distributed.nn chooses by the group's name between a reduce-scatter (NCCL) and a substitute for it."""
+    return mock.patch.object(dist, "get_backend", return_value=dist.Backend.NCCL)
 
 
 def size() -> int:
@@ -50,7 +54,7 @@ def rank() -> int:
 def open_clip(*, local: bool) -> Loss:
     from open_clip.loss import ClipLoss
 
-    return ClipLoss(local_loss=local, gather_with_grad=True, rank=rank(), world_size=size())
+    return ClipLoss(local_loss=local, gather_with_grad=local, rank=rank(), world_size=size())
 
 
 class _Gathered(torch.autograd.Function):
