@@ -1,6 +1,6 @@
 """Communication: what one rank receives in a step for the loss, counted from the collectives that are really called.
 
-    python benchmarks/evidence/communication.py             # the whole table, on a CPU: about three minutes
+    python benchmarks/evidence/communication.py             # the whole table, on a CPU: six minutes on two cores
     python benchmarks/evidence/communication.py --quick     # small sizes, nothing kept
     python benchmarks/evidence/communication.py --write     # plot and tables from the rows, count nothing
 
@@ -237,9 +237,9 @@ def write(output: Path) -> None:
     cells = {row["provider"]: row for row in fixed if int(row["ranks"]) == most}
     checked = [str(count) for count in sorted({int(row["ranks"]) for row in rows if row["how"] == "gloo"})]
     text = [
-        f"What a rank receives for the loss in one step, MB, d = {dim}, bf16 embeddings. Counted from the calls"
-        f" themselves. On {', '.join(checked)} real processes (float32) the same calls were made and the gradients were"
-        " the same, but for open_clip's default flags, whose are 1/N of them, which Adam does not see.",
+        f"What a rank receives for the loss in one step, MB, d = {dim}, bf16 embeddings, counted from the calls. On"
+        f" {', '.join(checked)} real processes (float32) the calls were the same, and so were the gradients, but for"
+        " open_clip's default flags, whose are 1/N of the others', which Adam does not see.",
         "",
         f"{per_rank} samples on each rank:",
         "",
@@ -251,8 +251,8 @@ def write(output: Path) -> None:
         text += [f"{int(other):,} samples in all:", ""]
         text += [*received(whole, sorted({int(row["ranks"]) for row in whole})), ""]
     text += [
-        f"Predicted time of these collectives, ms, hidden behind nothing, N = {most}, {per_rank} samples on each rank,"
-        " hosts of 8 GPUs:",
+        f"Predicted time of these collectives, ms, hidden behind nothing, N = {most}, {per_rank} samples on each;"
+        " NVLink between all of them, or hosts of 8 with NVLink inside:",
         "",
         "| | collectives | " + " | ".join(SHOWN.values()) + " |",
         "|---|---|" + "---|" * len(SHOWN),
@@ -264,10 +264,10 @@ def write(output: Path) -> None:
     parameters = 8 * PARAMETERS * (most - 1) / most / 1e6
     text += [
         "",
-        f"At N = {most} leanclip's InfoNCE receives {sent['leanclip infonce'] / sent['local']:.2f} of what open_clip's"
-        f" local loss does, and {sent['leanclip infonce'] / sent['disco']:.2f} of DisCo-CLIP. open_clip's default flags"
-        " send no gradients either, and pay with the whole B x B matrix on every rank. All of them also all-reduce the"
-        f" parameters' gradients: {parameters:,.0f} MB received for a ViT-B-32 in float32, beside which"
+        f"At N = {most} leanclip's InfoNCE receives {sent['leanclip infonce'] / sent['local']:.2f} of what"
+        f" open_clip's local loss does, and {sent['leanclip infonce'] / sent['disco']:.2f} of DisCo-CLIP. open_clip's"
+        " default flags send no gradients either, and pay with the whole B x B matrix on every rank. All of them also"
+        f" all-reduce the parameters' gradients: {parameters:,.0f} MB received for a ViT-B-32 in float32, beside which"
         f" {sent['disco'] / 1e6:,.0f} MB or {sent['leanclip infonce'] / 1e6:,.0f} MB for the loss are little: a step"
         " gains less than these ratios. Inf-CL's ring was not counted: its kernels need a GPU.",
         "",
