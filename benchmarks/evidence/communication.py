@@ -267,7 +267,7 @@ def write(output: Path) -> None:
         f"At N = {most} leanclip's InfoNCE receives {sent['leanclip infonce'] / sent['local']:.2f} of what"
         f" open_clip's local loss does, and {sent['leanclip infonce'] / sent['disco']:.2f} of DisCo-CLIP. open_clip's"
         " default flags send no gradients either, and pay with the whole B x B matrix on every rank. All of them also"
-        f" all-reduce the parameters' gradients: {parameters:,.0f} MB received for a ViT-B-32 in float32, beside which"
+        f" all-reduce the parameters' gradients: {parameters:,.0f} MB for a ViT-B-32 in float32, beside which"
         f" {sent['disco'] / 1e6:,.0f} MB or {sent['leanclip infonce'] / 1e6:,.0f} MB for the loss are little: a step"
         " gains less than these ratios. Inf-CL's ring was not counted: its kernels need a GPU.",
         "",

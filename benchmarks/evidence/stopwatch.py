@@ -9,12 +9,12 @@ EVENTS gets one JSON line a look: what began or ended, the time, and after an ev
 """
 
 import functools
+import importlib.machinery
 import importlib.util
 import inspect
 import json
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def open_clip(watch: Stopwatch, model: str, arguments: list[str]) -> None:
     import open_clip
 
     if importlib.util.find_spec("pandas") is None:
-        sys.modules["pandas"] = types.ModuleType("pandas")
+        sys.modules["pandas"] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("pandas", None))
     from open_clip_train import data as loading
     from open_clip_train import main as trainer
 

@@ -6,7 +6,8 @@
 
 Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, warm-up, crops and
 precision, the same learning rates tried by both. open_clip runs its own command, `open_clip_train.main`, with
---torchcompile, and evaluates after every epoch, as `leanclip train` does here. Every run compiles with empty caches.
+--torchcompile, and evaluates after every epoch, as `leanclip train` does here, which decides by itself whether to
+compile. Every run starts with empty caches.
 
 The clock starts with the process. Time inside evaluations is left out on both sides. Two parts are also shown apart:
 `startup`, until the first training step begins (imports, model, data; leanclip also measures what fits), and
@@ -137,7 +138,7 @@ def flags(trial: Trial, arguments: argparse.Namespace, data: Data, logs: Path) -
         switches += ["--aug-cfg", f"scale=({arguments.crop},1.0)"]
     else:
         own = {"loss": trial.loss, "eps-opt": 1e-6, "save-every": 0, "report-to": "none"}
-        own["compile"] = "on" if arguments.compile else "off"
+        own["compile"] = arguments.leanclip_compile if arguments.compile else "off"
         switches = ["--aug-scale", str(arguments.crop), "1.0"]
     named = [word for name, value in (common | own).items() for word in (f"--{name}", str(value))]
     return named + switches
@@ -362,6 +363,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, help="no more than this many")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--leanclip-compile", choices=("auto", "on", "off"), default="auto", help="auto: its default")
     parser.add_argument("--output", type=Path, default=table.RESULTS / "wall_clock.csv")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true", help="no run: the plot and the paragraph from the rows")
