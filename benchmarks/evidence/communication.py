@@ -21,7 +21,6 @@ import contextlib
 import multiprocessing
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,7 +89,6 @@ def size(argument: Any) -> int:
 def step(provider: str, image: Tensor, text: Tensor, ids: Tensor, samples: int) -> list[Call]:
     """The collectives of one step's loss, forward and backward."""
     kind, _, name = provider.partition(" ")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="open_clip")
     if kind == "leanclip":
         stateful = name.startswith("fastclip")
         ours = leanclip.create_loss(name, num_samples=samples if stateful else None)
@@ -291,7 +289,7 @@ def write(output: Path) -> None:
     print("\n".join(text))
 
 
-def main() -> int:
+def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument(
@@ -303,7 +301,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=table.RESULTS / "communication.csv")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true", help="count nothing: plot and tables from the rows")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.write:
         write(arguments.output)
         return 0

@@ -242,7 +242,7 @@ def write(output: Path) -> None:
     print("\n".join(text))
 
 
-def main() -> int:
+def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--providers", nargs="+", default=list(SLOWER), choices=list(SLOWER))
     parser.add_argument("--batches", nargs="+", type=int, default=[2**power for power in (13, 15, 16, 17, 18, 20)])
@@ -253,7 +253,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=table.RESULTS / "loss_over_ranks.csv")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true", help="no run: plot and tables from the rows")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.write:
         write(arguments.output)
         return 0

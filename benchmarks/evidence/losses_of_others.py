@@ -9,6 +9,7 @@ All are InfoNCE. Where torch.distributed is not initialised, one rank has everyt
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -54,6 +55,7 @@ def rank() -> int:
 def open_clip(*, local: bool) -> Loss:
     from open_clip.loss import ClipLoss
 
+    warnings.filterwarnings("ignore", "torch.distributed.nn.functional", FutureWarning)  # which it still calls
     return ClipLoss(local_loss=local, gather_with_grad=local, rank=rank(), world_size=size())
 
 

@@ -156,7 +156,8 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -
     began = time.time()
     with (work / "output").open("w") as output:
         done = subprocess.run([*command, *given], stdout=output, stderr=output, env=environment, check=False)
-    events = [json.loads(line) for line in (work / "events").open()] if (work / "events").exists() else []
+    seen = work / "events"
+    events = [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
     if done.returncode or not events:
         raise RuntimeError(f"{trial} ended with code {done.returncode}:\n{(work / 'output').read_text()[-3000:]}")
     found, evaluating, startup = [], 0.0, 0.0
@@ -348,7 +349,7 @@ def write(output: Path) -> None:
     print("\n".join(lines))
 
 
-def main() -> int:
+def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", nargs="+", help="patterns of tar files: .jpg with .txt, or captions in .json")
     parser.add_argument("--val", nargs="+", help="likewise; the first caption of an image counts")
@@ -367,7 +368,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=table.RESULTS / "wall_clock.csv")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true", help="no run: the plot and the paragraph from the rows")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.write:
         write(arguments.output)
         return 0
