@@ -7,7 +7,8 @@
 Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, warm-up, crops and
 precision, the same learning rates tried by both. open_clip runs its own command, `open_clip_train.main`, with
 --torchcompile, and evaluates after every epoch, as `leanclip train` does here, which decides by itself whether to
-compile. Every run starts with empty caches.
+compile. Every run starts with empty caches of compiled code; with --reuse-caches, which saves device time, only the
+first of each trainer and loss does, and the later ones are charged with its compilation.
 
 The clock starts with the process. Time inside evaluations is left out on both sides. Two parts are also shown apart:
 `startup`, until the first training step begins (imports, model, data; leanclip also measures what fits), and
@@ -22,6 +23,7 @@ import glob
 import io
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -45,7 +47,7 @@ HERE = Path(__file__).parent
 EMOJI = HERE.parents[1] / "src/leanclip/data/emoji"
 FIELDS = (
     "trainer", "loss", "lr", "seed", "model", "batch", "epochs", "samples", "workers", "epoch", "seconds",
-    "startup_seconds", "evaluation_seconds", "text_to_image_recall_at_10", "image_to_text_recall_at_10",
+    "startup_seconds", "caches", "evaluation_seconds", "text_to_image_recall_at_10", "image_to_text_recall_at_10",
     "trainer_command", *table.PROVENANCE,
 )  # fmt: skip
 TINY = {
@@ -151,8 +153,12 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -
     work.mkdir()
     given = flags(trial, arguments, data, work / "logs")
     command = [sys.executable, str(HERE / "stopwatch.py"), trial.trainer, str(work / "events"), str(arguments.model)]
-    caches = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "LEANCLIP_CACHE")
-    environment = os.environ | {name: str(work / name.lower()) for name in caches}
+    caches = folder / f"caches-{trial.trainer}-{trial.loss}"
+    if not arguments.reuse_caches:
+        shutil.rmtree(caches, ignore_errors=True)
+    filled = caches.exists()
+    places = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "LEANCLIP_CACHE")
+    environment = os.environ | {name: str(caches / name.lower()) for name in places}
     began = time.time()
     with (work / "output").open("w") as output:
         done = subprocess.run([*command, *given], stdout=output, stderr=output, env=environment, check=False)
@@ -173,6 +179,7 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -
                 "model": arguments.model.stem, "batch": arguments.batch, "epochs": arguments.epochs,
                 "samples": data.samples, "workers": arguments.workers, "epoch": round(end["epoch"]),
                 "seconds": round(seconds, 3), "startup_seconds": round(startup, 3),
+                "caches": "filled" if filled else "empty",
                 "evaluation_seconds": round(evaluating, 3),
                 "text_to_image_recall_at_10": round(end["text_to_image"], 5),
                 "image_to_text_recall_at_10": round(end["image_to_text"], 5),
@@ -206,7 +213,11 @@ def measure(arguments: argparse.Namespace, output: Path) -> int:
     with tempfile.TemporaryDirectory() as name:
         data = prepare(Path(name), arguments, pixels)
         print(f"{data.samples:,} training samples in {len(data.train)} shards", flush=True)
+        began = time.monotonic()
         for trial in trials(arguments):
+            if time.monotonic() - began > arguments.limit:
+                print(f"{trial}: not begun, the limit of {arguments.limit:g} s is over", flush=True)
+                continue
             if any(matches(row, trial, arguments) for row in table.rows(output)):
                 print(f"{trial}: already there", flush=True)
                 continue
@@ -240,6 +251,7 @@ class Curve:
     """One run as its rows tell it."""
 
     rows: list[dict[str, str]]
+    added: float = 0.0  # seconds of compilation that an earlier run spent for it
 
     @property
     def name(self) -> str:
@@ -251,7 +263,7 @@ class Curve:
 
     @property
     def seconds(self) -> list[float]:
-        return [float(row["seconds"]) for row in self.rows]
+        return [float(row["seconds"]) + self.added for row in self.rows]
 
     @property
     def startup(self) -> float:
@@ -283,9 +295,12 @@ def best_runs(rows: list[dict[str, str]]) -> dict[str, Curve]:
     for row in rows:
         if tuple(row[name] for name in ("batch", "epochs", "samples", "model")) == newest:
             runs.setdefault((row["trainer"], row["loss"], row["lr"], row["seed"]), []).append(row)
+    curves = [Curve(run_rows) for run_rows in runs.values()]
+    first = {curve.name: curve.compile for curve in curves if curve.rows[0]["caches"] == "empty"}
     found: dict[str, Curve] = {}
-    for run_rows in runs.values():
-        curve = Curve(run_rows)
+    for curve in curves:
+        if curve.rows[0]["caches"] == "filled":
+            curve = Curve(curve.rows, added=max(0.0, first.get(curve.name, 0.0) - curve.compile))
         if curve.name not in found or curve.recalls[-1] > found[curve.name].recalls[-1]:
             found[curve.name] = curve
     return found
@@ -365,6 +380,8 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, help="no more than this many")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--leanclip-compile", choices=("auto", "on", "off"), default="auto", help="auto: its default")
+    parser.add_argument("--reuse-caches", action="store_true", help="compile once for each trainer and loss")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no run is begun")
     parser.add_argument("--output", type=Path, default=table.RESULTS / "wall_clock.csv")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true", help="no run: the plot and the paragraph from the rows")
