@@ -8,7 +8,8 @@ Same shards (each caption a sample of its own, 64 px), same model, batch, weight
 precision, the same learning rates tried by both. open_clip runs its own command, `open_clip_train.main`, with
 --torchcompile, and evaluates after every epoch, as `leanclip train` does here, which decides by itself whether to
 compile. Every run starts with empty caches of compiled code; with --reuse-caches, which saves device time, only the
-first of each trainer and loss does, and the later ones are charged with its compilation.
+first of each trainer and loss does, and the later ones are charged with its compilation. An epoch of open_clip's is
+rounded up to as many whole batches for each worker, one of leanclip's down to whole batches.
 
 The clock starts with the process. Time inside evaluations is left out on both sides. Two parts are also shown apart:
 `startup`, until the first training step begins (imports, model, data; leanclip also measures what fits), and

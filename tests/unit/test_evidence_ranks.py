@@ -56,6 +56,23 @@ def test_a_cell_beyond_the_cap_is_said_to_be_beyond(evidence):
     assert row["predicted_ms"] / 1e3 == pytest.approx(42 * 8 * 2**40 * 512 / 769e12, rel=1e-3)
 
 
+def test_what_does_not_fit_is_said_in_the_tables(evidence, tmp_path, capsys):
+    command, table = evidence("loss_over_ranks"), evidence("table")
+    output, empty = tmp_path / "cells.csv", dict.fromkeys(command.FIELDS, "")
+    for given in (
+        {"provider": "leanclip infonce", "status": "measured", "ms": 12.34, "extra_gib": 0.5},
+        {"provider": "undivided", "status": "out of memory"},
+        {"provider": "local", "status": "measured", "ms": 2345.6, "extra_gib": 41.0},
+        {"provider": "disco", "status": "measured", "ms": 10.0, "extra_gib": 99.0},
+        {"provider": "inf_cl", "status": "not run", "predicted_ms": 31000.0},
+    ):
+        table.append(output, command.FIELDS, empty | {"batch": 8192, "ranks": 8} | given)
+    assert command.main(["--write", "--output", str(output)]) == 0
+    out = capsys.readouterr().out
+    assert "| 8,192 | 8 | 0.50 | out of memory | 41.00 (> 40) | 99.00 (> 80) | not run |" in out
+    assert "| 8,192 | 8 | 12.3 | out of memory | 2,345.6 | 10.0 | not run (about 31 s) |" in out
+
+
 def test_traffic_is_counted_and_the_gradients_agree(evidence, capsys):
     assert evidence("communication").main(["--quick"]) == 0
     out = capsys.readouterr().out
