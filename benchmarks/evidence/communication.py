@@ -280,7 +280,7 @@ def write(output: Path) -> None:
         output.with_suffix(".svg"),
         {name.replace(" --gather-with-grad", ""): curve for name, curve in curves.items()},
         title=f"Received by a rank for the loss in a step, {per_rank} samples on each, d = {dim}, bf16",
-        x_label="ranks",
+        x_label="ranks (the three lowest curves lie on each other)",
         y_label="MB",
         log=(True, True),
         x_ticks=[float(count) for count in counts if count > 1],
