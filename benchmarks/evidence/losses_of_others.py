@@ -1,0 +1,104 @@
+"""The contrastive losses that people run today, on one rank of many, each with its own collectives.
+
+    undivided    CLIP's: all embeddings on every rank, and all B x B similarities (open_clip's ClipLoss)
+    local        open_clip's --local-loss --gather-with-grad: B/N x B in each direction, gradients reduce-scattered
+    disco        DisCo-CLIP's split (arXiv 2304.08480): the same matrices, gradients of all embeddings all-reduced
+    inf_cl       Inf-CL (arXiv 2410.17243): tiles on chip, the texts passed around a ring
+
+All are InfoNCE. Where torch.distributed is not initialised, one rank has everything.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # of image and text embeddings and the scale
+
+
+@contextlib.contextmanager
+def world(ranks: int) -> Iterator[None]:
+    """This process as the first of many that do not exist: what it gathers is its own part again and again, what it
+    sums stays as it is. Everything else of a step is real. One rank needs no group."""
+    if ranks == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        with as_nccl():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def as_nccl() -> contextlib.AbstractContextManager[Any]:
+    """torch.distributed.nn chooses by the group's name between a reduce-scatter (NCCL) and a substitute for it."""
+    return mock.patch.object(dist, "get_backend", return_value=dist.Backend.NCCL)
+
+
+def size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def open_clip(*, local: bool) -> Loss:
+    from open_clip.loss import ClipLoss
+
+    warnings.filterwarnings("ignore", "torch.distributed.nn.functional", FutureWarning)  # which it still calls
+    return ClipLoss(local_loss=local, gather_with_grad=local, rank=rank(), world_size=size())
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' rows. Backward, every rank's gradients of all rows are summed everywhere, and each takes its own."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        everyone = rows.new_empty(size() * len(rows), *rows.shape[1:])
+        dist.all_gather_into_tensor(everyone, rows.contiguous())
+        return everyone
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient.chunk(size())[rank()]
+
+
+def disco() -> Loss:
+    """The part of the loss whose anchors are this rank's. Averaged by DDP, as the others, it gives the whole."""
+
+    def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        images, texts = (rows if size() == 1 else _Gathered.apply(rows) for rows in (image, text))
+        labels = torch.arange(len(image), device=image.device) + rank() * len(image)
+        return (
+            F.cross_entropy(scale * image @ texts.T, labels) + F.cross_entropy(scale * text @ images.T, labels)
+        ) / 2
+
+    return loss
+
+
+def inf_cl() -> Loss:
+    from inf_cl import cal_inf_loss  # pyright: ignore[reportMissingImports]
+
+    return lambda image, text, scale: (
+        (cal_inf_loss(image, text, scale=scale).mean() + cal_inf_loss(text, image, scale=scale).mean()) / 2
+    )
+
+
+MAKERS: dict[str, Callable[[], Loss]] = {
+    "undivided": lambda: open_clip(local=False),
+    "local": lambda: open_clip(local=True),
+    "disco": disco,
+    "inf_cl": inf_cl,
+}

@@ -1,0 +1,412 @@
+"""Wall clock to a target: seconds from the start of the command until a recall is reached, open_clip's and ours.
+
+    python benchmarks/evidence/wall_clock.py --train 'coco_64/train-*' 'flickr8k/train-*' --val 'flickr8k/val-*'
+    python benchmarks/evidence/wall_clock.py --quick        # bundled emoji, a tiny model, any machine, nothing kept
+    python benchmarks/evidence/wall_clock.py --write        # plot and paragraph from the rows, measure nothing
+
+Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, warm-up, crops and
+precision, the same learning rates tried by both. open_clip runs its own command, `open_clip_train.main`, with
+--torchcompile, and evaluates after every epoch, as `leanclip train` does here, which decides by itself whether to
+compile. Every run starts with empty caches of compiled code; with --reuse-caches, which saves device time, only the
+first of each trainer and loss does, and the later ones are charged with its compilation. An epoch of open_clip's is
+rounded up to as many whole batches for each worker, one of leanclip's down to whole batches.
+
+The clock starts with the process. Time inside evaluations is left out on both sides. Two parts are also shown apart:
+`startup`, until the first training step begins (imports, model, data; leanclip also measures what fits), and
+`compile`, what the first epoch took longer than the median of the others. The target is the final recall of
+open_clip's best run; the run of leanclip that is compared is its best by final recall, too; the time of each is that
+of its first epoch at or above the target, so a baseline that was good early is not charged for the rest. A run whose
+last epoch is in the CSV file is not run again.
+"""
+
+import argparse
+import glob
+import io
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import chart
+import table
+import torch
+from PIL import Image
+
+HERE = Path(__file__).parent
+EMOJI = HERE.parents[1] / "src/leanclip/data/emoji"
+FIELDS = (
+    "trainer", "loss", "lr", "seed", "model", "batch", "epochs", "samples", "workers", "epoch", "seconds",
+    "startup_seconds", "caches", "evaluation_seconds", "text_to_image_recall_at_10", "image_to_text_recall_at_10",
+    "trainer_command", *table.PROVENANCE,
+)  # fmt: skip
+TINY = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    trainer: str  # "open_clip" or "leanclip"
+    loss: str
+    lr: float
+
+    def __str__(self) -> str:
+        return f"{self.trainer} {self.loss}, lr {self.lr:g}"
+
+
+@dataclass(frozen=True)
+class Data:
+    train: list[Path]
+    val: Path
+    samples: int
+
+
+def pairs(patterns: list[str], pixels: int, *, every_caption: bool) -> Iterator[tuple[bytes, str]]:
+    """Images, no larger than `pixels`, with one caption each: of several the first, or each in turn."""
+    for path in sorted(path for pattern in patterns for path in glob.glob(pattern)):
+        with tarfile.open(path) as archive:
+            samples: dict[str, dict[str, bytes]] = {}
+            for member in archive:
+                key, _, kind = member.name.partition(".")
+                content = archive.extractfile(member)
+                if content is not None:
+                    samples.setdefault(key, {})[kind] = content.read()
+        for sample in samples.values():
+            captions = json.loads(sample.get("json", b"{}")).get("captions") or [sample["txt"].decode()]
+            image = smaller(sample["jpg"], pixels)
+            for caption in captions if every_caption else captions[:1]:
+                yield image, caption
+
+
+def smaller(jpeg: bytes, pixels: int) -> bytes:
+    image = Image.open(io.BytesIO(jpeg))
+    if max(image.size) <= pixels:
+        return jpeg
+    written = io.BytesIO()
+    image.convert("RGB").resize((pixels, pixels), Image.Resampling.BICUBIC).save(written, "JPEG", quality=92)
+    return written.getvalue()
+
+
+def write_shard(path: Path, samples: list[tuple[bytes, str]]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for number, (image, caption) in enumerate(samples):
+            for kind, content in (("jpg", image), ("txt", caption.encode())):
+                member = tarfile.TarInfo(f"{path.stem}-{number:06d}.{kind}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+
+
+def prepare(folder: Path, arguments: argparse.Namespace, pixels: int) -> Data:
+    """Shards in random order, as many for each worker: open_clip shuffles inside those that a worker reads."""
+    train = list(pairs(arguments.train, pixels, every_caption=True))[: arguments.samples]
+    val = list(pairs(arguments.val, pixels, every_caption=False))
+    if not train or not val:
+        sys.exit(f"no samples in {arguments.train if not train else arguments.val}")
+    random.Random(0).shuffle(train)
+    count = 2 * max(1, arguments.workers)
+    paths = [folder / f"train-{number:03d}.tar" for number in range(count)]
+    for number, path in enumerate(paths):
+        write_shard(path, train[number::count])
+    write_shard(folder / "val.tar", val)
+    return Data(paths, folder / "val.tar", len(train))
+
+
+def flags(trial: Trial, arguments: argparse.Namespace, data: Data, logs: Path) -> list[str]:
+    cuda = torch.cuda.is_available()
+    steps = data.samples // arguments.batch * arguments.epochs
+    common = {
+        "train-data": "::".join(map(str, data.train)), "val-data": data.val, "batch-size": arguments.batch,
+        "epochs": arguments.epochs, "lr": trial.lr, "wd": arguments.wd, "warmup": max(1, steps // 10),
+        "beta1": 0.9, "beta2": 0.98, "workers": arguments.workers, "seed": arguments.seed,
+        "precision": "amp_bf16" if cuda else "fp32", "logs": logs, "name": "run", "val-frequency": 1,
+        "device": "cuda" if cuda else "cpu", "grad-clip-norm": 1.0,
+    }  # fmt: skip
+    if trial.trainer == "open_clip":
+        own = {"dataset-type": "webdataset", "train-num-samples": data.samples, "eps": 1e-6, "save-frequency": 0}
+        switches = ["--torchcompile"] if arguments.compile else []
+        switches += ["--aug-cfg", f"scale=({arguments.crop},1.0)"]
+    else:
+        own = {"loss": trial.loss, "eps-opt": 1e-6, "save-every": 0, "report-to": "none"}
+        own["compile"] = arguments.leanclip_compile if arguments.compile else "off"
+        switches = ["--aug-scale", str(arguments.crop), "1.0"]
+    named = [word for name, value in (common | own).items() for word in (f"--{name}", str(value))]
+    return named + switches
+
+
+def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -> list[dict[str, Any]]:
+    """One run in a process of its own; a row for each of its epochs."""
+    work = folder / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    given = flags(trial, arguments, data, work / "logs")
+    command = [sys.executable, str(HERE / "stopwatch.py"), trial.trainer, str(work / "events"), str(arguments.model)]
+    caches = folder / f"caches-{trial.trainer}-{trial.loss}"
+    if not arguments.reuse_caches:
+        shutil.rmtree(caches, ignore_errors=True)
+    filled = caches.exists()
+    places = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "LEANCLIP_CACHE")
+    environment = os.environ | {name: str(caches / name.lower()) for name in places}
+    began = time.time()
+    with (work / "output").open("w") as output:
+        done = subprocess.run([*command, *given], stdout=output, stderr=output, env=environment, check=False)
+    seen = work / "events"
+    events = [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
+    if done.returncode or not events:
+        raise RuntimeError(f"{trial} ended with code {done.returncode}:\n{(work / 'output').read_text()[-3000:]}")
+    found, evaluating, startup = [], 0.0, 0.0
+    for begin, end in zip(events[::2], events[1::2], strict=True):
+        seconds = begin["at"] - began - evaluating
+        evaluating += end["at"] - begin["at"]
+        if not end["epoch"]:
+            startup = seconds
+            continue
+        found.append(
+            {
+                "trainer": trial.trainer, "loss": trial.loss, "lr": trial.lr, "seed": arguments.seed,
+                "model": arguments.model.stem, "batch": arguments.batch, "epochs": arguments.epochs,
+                "samples": data.samples, "workers": arguments.workers, "epoch": round(end["epoch"]),
+                "seconds": round(seconds, 3), "startup_seconds": round(startup, 3),
+                "caches": "filled" if filled else "empty",
+                "evaluation_seconds": round(evaluating, 3),
+                "text_to_image_recall_at_10": round(end["text_to_image"], 5),
+                "image_to_text_recall_at_10": round(end["image_to_text"], 5),
+                "trainer_command": shown(trial, arguments.model, given, data), **table.provenance(),
+            }
+        )  # fmt: skip
+    return found
+
+
+def shown(trial: Trial, model: Path, given: list[str], data: Data) -> str:
+    """The trainer's command, without this machine's folders."""
+    start = f"leanclip train --model {model.name}"
+    if trial.trainer == "open_clip":
+        start = f"python -m open_clip_train.main --model {model.stem}"
+    line = " ".join([start, *given]).replace("::".join(map(str, data.train)), "train-*.tar")
+    return line.replace(str(data.val), "val.tar").replace(given[given.index("--logs") + 1], "logs")
+
+
+def trials(arguments: argparse.Namespace) -> list[Trial]:
+    """The middle learning rate of each first, so that an early end leaves something to compare."""
+    found = []
+    for position in sorted(range(len(arguments.lr)), key=lambda at: abs(at - len(arguments.lr) // 2)):
+        found.append(Trial("open_clip", "infonce", arguments.lr[position]))
+        found += [Trial("leanclip", loss, arguments.lr[position]) for loss in arguments.losses]
+    return found
+
+
+def measure(arguments: argparse.Namespace, output: Path) -> int:
+    pixels = json.loads(arguments.model.read_text())["vision_cfg"]["image_size"]
+    failed = 0
+    with tempfile.TemporaryDirectory() as name:
+        data = prepare(Path(name), arguments, pixels)
+        print(f"{data.samples:,} training samples in {len(data.train)} shards", flush=True)
+        began = time.monotonic()
+        for trial in trials(arguments):
+            if time.monotonic() - began > arguments.limit:
+                print(f"{trial}: not begun, the limit of {arguments.limit:g} s is over", flush=True)
+                continue
+            if any(matches(row, trial, arguments) for row in table.rows(output)):
+                print(f"{trial}: already there", flush=True)
+                continue
+            try:
+                found = run(trial, arguments, data, Path(name))
+            except RuntimeError as error:
+                print(error, file=sys.stderr, flush=True)
+                failed += 1
+                continue
+            for row in found:
+                table.append(output, FIELDS, row)
+            last = found[-1]
+            print(
+                f"{trial}: {last['text_to_image_recall_at_10']:.1%} text-to-image recall@10 after"
+                f" {last['seconds']:.1f} s of which startup {last['startup_seconds']:.1f};"
+                f" evaluations took {last['evaluation_seconds']:.1f} s more",
+                flush=True,
+            )
+    return failed
+
+
+def matches(row: dict[str, str], trial: Trial, arguments: argparse.Namespace) -> bool:
+    """Whether a row is the last one of this trial."""
+    same = (row["trainer"], row["loss"], float(row["lr"])) == (trial.trainer, trial.loss, trial.lr)
+    given = (arguments.seed, arguments.batch, arguments.epochs, arguments.epochs)
+    return same and tuple(int(row[name]) for name in ("seed", "batch", "epochs", "epoch")) == given
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run as its rows tell it."""
+
+    rows: list[dict[str, str]]
+    added: float = 0.0  # seconds of compilation that an earlier run spent for it
+
+    @property
+    def name(self) -> str:
+        return f"{self.rows[0]['trainer']} {self.rows[0]['loss']}"
+
+    @property
+    def recalls(self) -> list[float]:
+        return [float(row["text_to_image_recall_at_10"]) for row in self.rows]
+
+    @property
+    def seconds(self) -> list[float]:
+        return [float(row["seconds"]) + self.added for row in self.rows]
+
+    @property
+    def startup(self) -> float:
+        return float(self.rows[0]["startup_seconds"])
+
+    @property
+    def epoch_seconds(self) -> float:
+        times = self.seconds
+        rest = [after - before for before, after in itertools.pairwise(times)]
+        return statistics.median(rest) if rest else times[0] - self.startup
+
+    @property
+    def compile(self) -> float:
+        return max(0.0, self.seconds[0] - self.startup - self.epoch_seconds)
+
+    def steady(self, at: int) -> float:
+        """Seconds until the end of an epoch, without startup and compilation."""
+        return self.seconds[at] - self.startup - self.compile
+
+    def reaches(self, target: float) -> int | None:
+        """The first epoch, counted from 0, at or above the target."""
+        return next((at for at, recall in enumerate(self.recalls) if recall >= target), None)
+
+
+def best_runs(rows: list[dict[str, str]]) -> dict[str, Curve]:
+    """The best run by final recall of each trainer and loss, among the runs of the newest data and length."""
+    newest = tuple(rows[-1][name] for name in ("batch", "epochs", "samples", "model"))
+    runs: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        if tuple(row[name] for name in ("batch", "epochs", "samples", "model")) == newest:
+            runs.setdefault((row["trainer"], row["loss"], row["lr"], row["seed"]), []).append(row)
+    curves = [Curve(run_rows) for run_rows in runs.values()]
+    first = {curve.name: curve.compile for curve in curves if curve.rows[0]["caches"] == "empty"}
+    found: dict[str, Curve] = {}
+    for curve in curves:
+        if curve.rows[0]["caches"] == "filled":
+            curve = Curve(curve.rows, added=max(0.0, first.get(curve.name, 0.0) - curve.compile))
+        if curve.name not in found or curve.recalls[-1] > found[curve.name].recalls[-1]:
+            found[curve.name] = curve
+    return found
+
+
+def write(output: Path) -> None:
+    """The plot and the paragraph beside the rows."""
+    rows = table.rows(output)
+    best = best_runs(rows)
+    base = best.get("open_clip infonce")
+    if base is None:
+        sys.exit(f"{output} has no run of open_clip's trainer")
+    target, first = base.recalls[-1], rows[-1]
+    end = max(curve.seconds[-1] for curve in best.values())
+    series = {name: list(zip(curve.seconds, curve.recalls, strict=True)) for name, curve in best.items()}
+    chart.draw(
+        output.with_suffix(".svg"),
+        series | {"open_clip's final recall": [(0.0, target), (end, target)]},
+        title=f"Held-out text-to-image recall@10 over seconds from the start ({first['device']})",
+        x_label="seconds, evaluations left out, compilation counted in",
+        y_label="recall@10",
+        dashed=["open_clip's final recall"],
+    )
+    tried = {name: len({row["lr"] for row in rows if f"{row['trainer']} {row['loss']}" == name}) for name in best}
+    lines = [
+        f"{int(first['samples']):,} samples an epoch, {first['epochs']} epochs, batch {first['batch']}, model"
+        f" {first['model']}, {first['workers']} workers, one {first['device']}, one seed. Target: open_clip's final"
+        f" text-to-image recall@10, {target:.1%}. Seconds from the start of the command; evaluations are left out on"
+        " both sides.",
+        "",
+        "| | rates tried | best | final recall | reached after | seconds | of open_clip's | startup | compilation"
+        " | an epoch | seconds without startup and compilation | of open_clip's |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    reached_base = base.reaches(target)
+    assert reached_base is not None
+    total_base = base.seconds[reached_base]
+    verdicts = [f"open_clip's whole run took {base.seconds[-1]:.1f} s."]
+    for name, curve in best.items():
+        at = curve.reaches(target)
+        reached = ["not reached", "", "", "", ""]
+        if at is not None:
+            total, steady = curve.seconds[at], curve.steady(at)
+            share, steady_share = total / total_base, steady / base.steady(reached_base)
+            reached = [f"epoch {at + 1}", f"{total:.1f}", f"{share:.2f}", f"{steady:.1f}", f"{steady_share:.2f}"]
+            if curve is not base:
+                held = "holds" if share <= 0.5 else "does not hold"
+                verdicts.append(
+                    f"{name}: at most half of open_clip's seconds {held} ({share:.2f};"
+                    f" {total / base.seconds[-1]:.2f} of its whole run)."
+                )
+        elif curve is not base:
+            verdicts.append(f"{name} does not reach open_clip's final recall.")
+        lines.append(
+            f"| {name} | {tried[name]} | {float(curve.rows[0]['lr']):g} | {curve.recalls[-1]:.1%} | {reached[0]}"
+            f" | {reached[1]} | {reached[2]} | {curve.startup:.1f} | {curve.compile:.1f} | {curve.epoch_seconds:.2f}"
+            f" | {reached[3]} | {reached[4]} |"
+        )
+    lines += ["", *verdicts, "", f"![recall over seconds]({output.with_suffix('.svg').name})", ""]
+    output.with_suffix(".md").write_text("\n".join(lines))
+    print("\n".join(lines))
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", nargs="+", help="patterns of tar files: .jpg with .txt, or captions in .json")
+    parser.add_argument("--val", nargs="+", help="likewise; the first caption of an image counts")
+    parser.add_argument("--model", type=Path, default=HERE / "small.json", help="in open_clip's format")
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--lr", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3], help="each is tried by everyone")
+    parser.add_argument("--losses", nargs="+", default=["infonce", "fastclip-v3"], help="of leanclip")
+    parser.add_argument("--wd", type=float, default=0.1)
+    parser.add_argument("--crop", type=float, default=0.5, help="smallest share of an image that a random crop keeps")
+    parser.add_argument("--workers", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=int, help="no more than this many")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--leanclip-compile", choices=("auto", "on", "off"), default="auto", help="auto: its default")
+    parser.add_argument("--reuse-caches", action="store_true", help="compile once for each trainer and loss")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no run is begun")
+    parser.add_argument("--output", type=Path, default=table.RESULTS / "wall_clock.csv")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--write", action="store_true", help="no run: the plot and the paragraph from the rows")
+    arguments = parser.parse_args(given)
+    if arguments.write:
+        write(arguments.output)
+        return 0
+    if arguments.quick:
+        with tempfile.TemporaryDirectory() as name:
+            arguments.model, arguments.output = Path(name) / "tiny.json", Path(name) / "wall_clock.csv"
+            arguments.model.write_text(json.dumps(TINY))
+            arguments.train, arguments.val = [str(EMOJI / "train-*.tar")], [str(EMOJI / "val-*.tar")]
+            arguments.batch, arguments.epochs, arguments.lr, arguments.losses = 64, 2, [1e-3], ["infonce"]
+            arguments.workers, arguments.samples, arguments.compile = 1, 256, False
+            failed = measure(arguments, arguments.output)
+            if not failed:
+                write(arguments.output)
+            return failed
+    if not (arguments.train and arguments.val):
+        parser.error("--train and --val are needed; see --help")
+    failed = measure(arguments, arguments.output)
+    write(arguments.output)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""The tables of evidence about ranks, traffic and wall clock: each command runs, and its arithmetic is right."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "evidence"
+
+
+@pytest.fixture
+def evidence(monkeypatch):
+    monkeypatch.syspath_prepend(str(EVIDENCE))
+    return importlib.import_module
+
+
+def test_rows_are_appended_whole(evidence, tmp_path):
+    table, path = evidence("table"), tmp_path / "rows.csv"
+    assert table.rows(path) == []
+    table.append(path, ("a", "b"), {"b": 2, "a": "x, y"})
+    table.append(path, ("a", "b"), {"a": 3, "b": None})
+    assert table.rows(path) == [{"a": "x, y", "b": "2"}, {"a": "3", "b": ""}]
+    with pytest.raises(ValueError, match=r"row has \['a'\]"):
+        table.append(path, ("a", "b"), {"a": 1})
+    assert set(table.provenance()) == set(table.PROVENANCE)
+
+
+def test_one_rank_of_many_has_the_same_loss_with_everybody(evidence, tmp_path, capsys, monkeypatch):
+    """What a rank alone gathers is its own part N times, so every way to divide the batch must give one number."""
+    command, table = evidence("loss_over_ranks"), evidence("table")
+    kept, append = [], table.append
+    monkeypatch.setattr(table, "append", lambda *given: kept.append(given[2]) or append(*given))
+    assert command.main(["--quick"]) == 0
+    assert "| 256 | 4 |" in capsys.readouterr().out
+    infonce = [row for row in kept if "fastclip" not in row["provider"]]
+    for ranks in (1, 4):
+        found = {row["provider"]: row["loss"] for row in infonce if row["ranks"] == ranks}
+        assert {"leanclip infonce", "undivided"} <= set(found)
+        assert ranks == 1 or {"local", "disco"} <= set(found)
+        assert list(found.values()) == pytest.approx([found["undivided"]] * len(found), rel=1e-5)
+
+
+def test_cells_that_are_there_are_not_measured_again(evidence, tmp_path):
+    command, table = evidence("loss_over_ranks"), evidence("table")
+    given = ["--batches", "64", "--ranks", "1", "--dim", "16", "--providers", "disco", "undivided", "--repeats", "1"]
+    output = tmp_path / "cells.csv"
+    for _ in range(2):
+        assert command.main([*given, "--output", str(output)]) == 0
+        assert [row["status"] for row in table.rows(output)] == ["measured"]
+
+
+def test_a_cell_beyond_the_cap_is_said_to_be_beyond(evidence):
+    row = evidence("loss_over_ranks").cell("inf_cl", 2**20, 1, 512, 20.0, 1, "cpu")
+    assert row["status"] == "not run"
+    assert row["predicted_ms"] / 1e3 == pytest.approx(42 * 8 * 2**40 * 512 / 769e12, rel=1e-3)
+
+
+def test_what_does_not_fit_is_said_in_the_tables(evidence, tmp_path, capsys):
+    command, table = evidence("loss_over_ranks"), evidence("table")
+    output, empty = tmp_path / "cells.csv", dict.fromkeys(command.FIELDS, "")
+    for given in (
+        {"provider": "leanclip infonce", "status": "measured", "ms": 12.34, "extra_gib": 0.5},
+        {"provider": "undivided", "status": "out of memory"},
+        {"provider": "local", "status": "measured", "ms": 2345.6, "extra_gib": 41.0},
+        {"provider": "disco", "status": "measured", "ms": 10.0, "extra_gib": 99.0},
+        {"provider": "inf_cl", "status": "not run", "predicted_ms": 31000.0},
+    ):
+        table.append(output, command.FIELDS, empty | {"batch": 8192, "ranks": 8} | given)
+    assert command.main(["--write", "--output", str(output)]) == 0
+    out = capsys.readouterr().out
+    assert "| 8,192 | 8 | 0.50 | out of memory | 41.00 (> 40) | 99.00 (> 80) | not run |" in out
+    assert "| 8,192 | 8 | 12.3 | out of memory | 2,345.6 | 10.0 | not run (about 31 s) |" in out
+
+
+def test_traffic_is_counted_and_the_gradients_agree(evidence, capsys):
+    assert evidence("communication").main(["--quick"]) == 0
+    out = capsys.readouterr().out
+    assert "2 processes: gradients of leanclip infonce differ" in out
+    assert "leanclip fastclip-v3  N=2   b=16    float32   gloo  4 collectives" in out
+
+
+def test_traffic_of_a_ring(evidence):
+    command = evidence("communication")
+    batch, dim = 8 * 512, 512
+    rows = {}
+    for name in ("undivided", "local", "disco"):
+        calls = command.alone(name, 8, 512, dim, torch.bfloat16)
+        rows[name] = command.row_of(name, 8, 512, dim, "bfloat16", "alone", calls)
+    embeddings = 2 * batch * dim * 2 * 7 / 8
+    assert [row["received_bytes"] / embeddings for row in rows.values()] == [1, 2, 3]
+    assert rows["disco"]["25gbe_ms"] == pytest.approx(3 * rows["undivided"]["25gbe_ms"], rel=1e-3)
+
+
+def rows_of(wall_clock, trainer, lr, seconds, recalls):
+    empty = dict.fromkeys(wall_clock.FIELDS, "")
+    return [
+        empty | {
+            "trainer": trainer, "loss": "infonce", "lr": lr, "seed": 0, "model": "m", "batch": 512,
+            "epochs": len(seconds), "samples": 1000, "workers": 2, "epoch": at + 1, "seconds": second,
+            "startup_seconds": 5, "caches": "filled" if lr == 2e-3 else "empty",
+            "text_to_image_recall_at_10": recall, "device": "a GPU",
+        }
+        for at, (second, recall) in enumerate(zip(seconds, recalls, strict=True))
+    ]  # fmt: skip
+
+
+def test_wall_clock_compares_the_best_runs_at_the_first_epoch_that_suffices(evidence, tmp_path, capsys):
+    wall_clock, table = evidence("wall_clock"), evidence("table")
+    output = tmp_path / "wall_clock.csv"
+    for row in [
+        *rows_of(wall_clock, "open_clip", 1e-3, [40, 50, 60, 70], [0.1, 0.31, 0.4, 0.3]),  # best; there at epoch 2
+        *rows_of(wall_clock, "open_clip", 2e-3, [25, 35, 45, 55], [0.1, 0.2, 0.2, 0.2]),
+        *rows_of(wall_clock, "leanclip", 1e-3, [16, 20, 24, 28], [0.3, 0.3, 0.3, 0.2]),  # sooner, but not its best
+        *rows_of(wall_clock, "leanclip", 2e-3, [10, 14, 18, 22], [0.1, 0.2, 0.35, 0.4]),  # 6 s compiled for it before
+    ]:
+        table.append(output, wall_clock.FIELDS, row)
+    assert wall_clock.main(["--write", "--output", str(output)]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "| open_clip infonce | 2 | 0.001 | 30.0% | epoch 2 | 50.0 | 1.00 | 5.0 | 25.0 | 10.00 | 20.0 | 1.00 |" in out
+    )
+    assert "| leanclip infonce | 2 | 0.002 | 40.0% | epoch 3 | 24.0 | 0.48 | 5.0 | 7.0 | 4.00 | 12.0 | 0.60 |" in out
+    assert "at most half of open_clip's seconds holds (0.48; 0.34 of its whole run)" in out
+    assert output.with_suffix(".svg").read_text().startswith("<svg")
+
+
+def test_wall_clock_runs_both_trainers(evidence, tmp_path, capfd, monkeypatch):
+    pytest.importorskip("webdataset")
+    monkeypatch.chdir(tmp_path)
+    failed = evidence("wall_clock").main(["--quick"])
+    out, complaints = capfd.readouterr()
+    assert failed == 0, complaints[-3000:]
+    assert "| open_clip infonce | 1 | 0.001 |" in out
+    assert "| leanclip infonce | 1 | 0.001 |" in out
+    assert list(tmp_path.iterdir()) == []  # a quick run keeps nothing
