@@ -39,7 +39,9 @@ def trials(loss: str, batch: int, quick: bool = False) -> list[Run]:
 
 
 def spaces(quick: bool = False) -> dict[tuple[str, int], list[Run]]:
-    pairs = [*product(KNOBS, (16,) if quick else BATCHES), *([] if quick else [("infonce", 2048)])]
+    pairs = [*product(KNOBS, BATCHES), ("infonce", 2048)]
+    if quick:
+        pairs = [(loss, 16) for loss in ("infonce", "siglip", "fastclip-v2", "fastclip-v3")]
     return {(loss, batch): trials(loss, batch, quick) for loss, batch in pairs}
 
 

@@ -7,6 +7,7 @@ same crops and captions in the same order, whatever their loss.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import math
@@ -284,6 +285,7 @@ def _train_all(
                 yield found
 
 
+@functools.cache
 def _place(photos: Path, config: Path) -> Place:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Place(Photos.of(photos, device), device, config)

@@ -1,0 +1,95 @@
+"""The comparison of the losses: its statistics, its pairing, and its commands."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "evidence"
+sys.path.append(str(EVIDENCE))
+
+import batch_size  # noqa: E402
+import components  # noqa: E402
+import photos  # noqa: E402
+import quality  # noqa: E402
+import runs  # noqa: E402
+import stats  # noqa: E402
+
+from leanclip.data.datasets import BUNDLED  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def emoji():
+    return photos.Photos.of(BUNDLED)
+
+
+@pytest.mark.parametrize(("t", "freedom", "p"), [(2.776445, 4, 0.05), (4.604095, 4, 0.01), (2.228139, 10, 0.05)])
+def test_the_tail_is_that_of_the_tables(t, freedom, p):
+    assert stats.tail(t, freedom) == pytest.approx(p, rel=1e-4)
+
+
+def test_paired_differences_know_their_sign_and_their_chance():
+    found = stats.paired([0.12, 0.15, 0.11, 0.14, 0.16], [0.10, 0.14, 0.10, 0.12, 0.13])
+    assert found.mean == pytest.approx(0.018)
+    assert found.p == pytest.approx(0.00858, rel=1e-3)  # t = 4.81 at 4 degrees of freedom
+    assert stats.paired([0.1, 0.2], [0.2, 0.1]).p == pytest.approx(1)
+
+
+def test_every_loss_has_as_many_trials():
+    found = quality.spaces()
+    assert {len(set(trials)) for trials in found.values()} == {6}
+    assert {loss for loss, _ in found} == set(quality.KNOBS)
+
+
+def test_runs_of_one_seed_see_the_same(emoji):
+    """Whatever the loss; another seed sees another order and other crops."""
+    first = runs.Run("infonce", 32, 1e-3, 1)
+
+    def beginning(run):
+        batches = runs.batches_of(emoji.train, run, torch.device("cpu"))
+        return [next(batches) for _ in range(2)]
+
+    same, other = beginning(replace(first, loss="siglip", lr=5e-4)), beginning(replace(first, seed=2))
+    for ours, theirs in zip(beginning(first), same, strict=True):
+        assert ours.images.equal(theirs.images) and ours.tokens.equal(theirs.tokens)
+    assert not beginning(first)[0].sample_ids.equal(other[0].sample_ids)
+
+
+def test_a_batch_holds_each_images_own_caption(emoji):
+    batch = next(runs.batches_of(emoji.train, runs.Run("infonce", 64, 1e-3, 3), torch.device("cpu")))
+    for image, tokens, length in zip(batch.sample_ids, batch.tokens, batch.lengths, strict=True):
+        own = emoji.train.tokens[emoji.train.first[image] : emoji.train.first[image + 1]].long()
+        assert (own == tokens).all(1).any()
+        assert tokens[length - 1] == tokens.max() and (tokens[length:] == 0).all()
+
+
+def test_crops_stay_inside_and_keep_their_size():
+    images = torch.zeros(64, 3, 64, 64, dtype=torch.uint8)
+    images[:, :, :, 32:] = 200  # bright on the right
+    found = runs.augmented(images, torch.Generator().manual_seed(0))
+    assert found.shape == images.shape and found.dtype == torch.uint8
+    bright_left = (found[:, 0, :, 0] > 100).all(1)
+    assert 16 < bright_left.sum() < 48  # the mirrored ones
+
+
+def test_a_run_is_trained_once(emoji, tmp_path, monkeypatch):
+    (tmp_path / "tiny.json").write_text(json.dumps(runs.TINY))
+    run = runs.Run("fastclip-v3", 16, 1e-3, 1)
+    given = {"results": tmp_path, "processes": 1, "steps": 2, "config": tmp_path / "tiny.json"}
+    first = runs.complete([run], BUNDLED, **given)
+    monkeypatch.setattr(runs, "_train_all", lambda *_: pytest.fail("trained again"))
+    assert runs.complete([run], BUNDLED, **given) == first
+    assert first[run]["samples"] == "32" and first[run]["seed"] == "1" and first[run]["device"]
+
+
+@pytest.mark.parametrize("command", [quality, components, batch_size])
+def test_every_command_runs(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [command.__file__, "--quick"])
+    command.main()
+    said = capsys.readouterr().out
+    assert "fastclip-v3" in said and "±" in said
+    assert list(tmp_path.iterdir()) == []
