@@ -57,12 +57,15 @@ class Shares:
     wide: float  # of the matrix rate, by float32 products
     attention: Mapping[str, float]  # of the matrix rate, by length
     attention_backward: Mapping[str, float]
+    short_attention: Mapping[str, float]  # of the bandwidth, if all tiles were full, by their length
+    short_attention_backward: Mapping[str, float]
     loss: float  # of the matrix rate, by the loss's fused similarities
     convolution: Mapping[str, float]  # of the matrix rate ("arithmetic") and of the bandwidth ("bytes"), in turn
     convolution_backward: Mapping[str, float]
     patches: float  # of the matrix rate, by convolutions that cut an image into patches
     patches_backward: float
     elementwise: float  # of the bandwidth, as all below
+    fused: float  # what the compiler makes of several
     reduction: float
     norm: float
     norm_backward: float
@@ -100,6 +103,9 @@ class Card:
             table = share.attention if kind == "attention" else share.attention_backward
             reached = _between(table, kernel.shape[2]) * (1 if kernel.itemsize <= 2 else share.wide)
             time = kernel.flops / (self.matrix * reached)
+        elif kind in ("short attention", "short attention backward"):
+            table = share.short_attention if kind == "short attention" else share.short_attention_backward
+            time = tile_bytes(kernel) / (self.bandwidth * _between(table, kernel.shape[2]))
         elif kind in ("loss", "patches", "patches backward"):
             reached = getattr(share, kind.replace(" ", "_")) if kernel.itemsize <= 2 else share.wide
             time = kernel.flops / (self.matrix * reached)
@@ -121,21 +127,29 @@ class Card:
             found[kernel.phase] += count * self.seconds(kernel)  # pyright: ignore[reportArgumentType]
         return dict(found)
 
-    def host(self, kernels: Counter[Kernel], parameters: int) -> float:
-        """Seconds that the host takes to launch them, and to go through the parameters."""
+    def host(self, kernels: Counter[Kernel], parameters: int, *, recorded: bool = False) -> float:
+        """Seconds that the host takes to launch them, and to go through the parameters; `recorded` towers are
+        launched in no time."""
         phases: Counter[str] = Counter()
         for kernel, count in kernels.items():
-            phases[kernel.phase] += count
+            if not (recorded and kernel.phase in ("image tower", "text tower", "backward")):
+                phases[kernel.phase] += count
         ahead = sum(count for phase, count in phases.items() if phase not in ("backward", "optimizer"))
         return ahead * self.host_forward + phases["backward"] * self.host_backward + parameters * self.host_parameter
 
-    def step(self, kernels: Counter[Kernel], parameters: int) -> float:
+    def step(self, kernels: Counter[Kernel], parameters: int, *, recorded: bool = False) -> float:
         """Seconds of a step: the device's, or the host's where it cannot launch as fast."""
-        return max(sum(self.times(kernels).values()), self.host(kernels, parameters))
+        return max(sum(self.times(kernels).values()), self.host(kernels, parameters, recorded=recorded))
 
     @property
     def source(self) -> str:
         return "measured on this GPU" if self.measured else "nominal figures, at the share an H200 reaches of its own"
+
+
+def tile_bytes(kernel: Kernel) -> int:
+    """What our attention would move if no tile had room left: queries, keys, values and outputs, or all gradients."""
+    passes = 4 if kernel.kind == "short attention" else 7
+    return passes * math.prod(kernel.shape) * kernel.itemsize
 
 
 def _product_share(table: Mapping[str, float], shape: tuple[int, ...]) -> float:
