@@ -66,6 +66,7 @@ class Shares:
     patches_backward: float
     elementwise: float  # of the bandwidth, as all below
     fused: float  # what the compiler makes of several
+    fused_sums: float  # and of sums over rows
     reduction: float
     norm: float
     norm_backward: float

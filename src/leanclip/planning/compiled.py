@@ -6,8 +6,9 @@ their own, as ever. All between them is fused: of a group of connected operation
 another kernel or the caller reads, each input is read once, and once more for every sum over rows.
 """
 
+import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -92,21 +94,38 @@ class _Flat:
 
     def graph(self, function: Callable[..., Any], *, pulled: Sequence[Tensor] = ()) -> GraphModule:
         """Of `function(primals, tangents)`, with the decompositions of the compiler."""
-        norms = [module for module in self.holder.modules() if isinstance(module, _BatchNorm)]
-        averages = [(norm, norm.running_mean, norm.running_var, norm.num_batches_tracked) for norm in norms]
         mode = next(value.fake_mode for value in self.values if isinstance(value, FakeTensor))
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            for norm in norms:  # what they learn is no part of the function, and small
-                norm.running_mean = norm.running_var = norm.num_batches_tracked = None
-            with _disable_current_modes(), mode:
+            with _disable_current_modes(), mode, _without_side_effects(self.holder), saved_tensors_hooks(_same, _same):
                 primals = [value.detach().requires_grad_(value.requires_grad) for value in self.values]
                 return make_fx(function, select_decomp_table(), _allow_non_fake_inputs=True)(primals, list(pulled))
         finally:
             torch.set_autocast_cache_enabled(cached)
-            for norm, mean, var, count in averages:
-                norm.running_mean, norm.running_var, norm.num_batches_tracked = mean, var, count
+
+
+def _same(value: Tensor) -> Tensor:
+    """Shields from the hooks of a block that is recomputed."""
+    return value
+
+
+@contextlib.contextmanager
+def _without_side_effects(module: nn.Module) -> Iterator[None]:
+    """Nothing is written in place, which the compiler undoes, and batch norms learn nothing, which is small."""
+    named = ("running_mean", "running_var", "num_batches_tracked")
+    before: list[tuple[nn.Module, str, Any]] = []
+    for inner in module.modules():
+        changed: dict[str, Any] = dict.fromkeys(named) if isinstance(inner, _BatchNorm) else {}
+        changed |= {"inplace": False} if getattr(inner, "inplace", False) is True else {}
+        before += [(inner, name, getattr(inner, name)) for name in changed]
+        for name, value in changed.items():
+            setattr(inner, name, value)
+    try:
+        yield
+    finally:
+        for inner, name, value in before:
+            setattr(inner, name, value)
 
 
 def _forward(flat: _Flat) -> "Program":
@@ -133,6 +152,8 @@ def _both(flat: _Flat) -> Both:
         return [*found, *(next(gradients) if value.requires_grad else None for value in primals)]
 
     graph = flat.graph(joint, pulled=outputs)
+    import os
+    if os.environ.get("DBG"): open("/tmp/g.txt","w").write(str(graph.graph))
     forward, backward = min_cut_rematerialization_partition(
         graph, None, num_fwd_outputs=len(outputs), static_lifetime_input_indices=list(range(flat.weights))
     )
@@ -245,16 +266,15 @@ class Fusion(NamedTuple):
 
     reads: list[Node]
     writes: list[Node]
-    moved: list[int]  # bytes of each kernel
+    kernels: list[tuple[str, int]]  # kind and bytes
 
     @classmethod
     def of(cls, group: list[Node], read: set[Node]) -> "Fusion":
-        inside = set(group)
-        writes = [node for node in group if node in read]
-        sums = [node for node in group if over_rows(node)]
+        inside, writes = set(group), {node: None for node in group if node in read}
+        sums = {node: None for node in group if over_rows(node)}
 
         def inputs(node: Node) -> dict[Node, None]:
-            """What is read of memory for a result, up to sums over rows, which have kernels of their own."""
+            """What is read of memory for a result: of what is fused, sums over rows, and for such what is there."""
             found: dict[Node, None] = {}
             waiting, met = [node], {node}
             while waiting:
@@ -262,19 +282,29 @@ class Fusion(NamedTuple):
                     if each in met:
                         continue
                     met.add(each)
-                    if each in inside and each not in sums:
-                        waiting.append(each)
-                    else:
+                    if each not in inside or each in sums or (node in sums and each in writes):
                         found[each] = None
+                    else:
+                        waiting.append(each)
             return found
 
-        moved = [size(node) + sum(map(size, inputs(node))) for node in sums]
-        reads = {each: None for node in sums for each in inputs(node) if each not in inside}
-        if main := [node for node in writes if node not in sums]:
-            together = {each: None for node in main for each in inputs(node)}
-            moved.append(sum(map(size, main)) + sum(map(size, together)))
-            reads |= {each: None for each in together if each not in inside}
-        return cls(list(reads), writes, moved)
+        parts = [({node: None}, inputs(node)) for node in sums]
+        for at in range(len(parts) - 1, 0, -1):  # sums of the same rows are one kernel
+            made, given = parts[at]
+            near = next(
+                (part for part in parts[:at] if any(size(each) >= MANY and each in given for each in part[1])), None
+            )
+            if near is not None:
+                near[0].update(made)
+                near[1].update(given)
+                del parts[at]
+        kernels = [("fused sums", sum(map(size, {**made, **given}))) for made, given in parts]
+        if main := {node: None for node in writes if node not in sums}:
+            given = {each: None for node in main for each in inputs(node)}
+            kernels.append(("fused", sum(map(size, {**main, **given}))))
+            parts.append((main, given))
+        reads = {each: None for _, given in parts for each in given if each not in inside}
+        return cls(list(reads), list(writes), kernels)
 
     def run(self, trace: Trace, held: dict[Node, Any], dying: list[Node]) -> None:
         spare = [node for node in dying if node in held and node in self.reads]
@@ -288,8 +318,8 @@ class Fusion(NamedTuple):
             made: Any = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
             many = isinstance(node.meta["val"], tuple)
             held[node] = tuple(torch.empty_like(made) for _ in node.meta["val"]) if many else made
-        for moved in self.moved:
-            trace.launch(Kernel("fused", trace.now, 0, moved, 4))
+        for kind, moved in self.kernels:
+            trace.launch(Kernel(kind, trace.now, 0, moved, 4))
 
 
 class _Groups:

@@ -75,7 +75,8 @@ def predict_step(
 ) -> Predicted:
     """Trace a step of a resolved configuration on the first of `ranks` GPUs, in `parts` micro-batches.
 
-    Captions have `caption_length` tokens on average, or all that the model takes. `make_loss` puts another loss in the place of the configured one.
+    Captions have `caption_length` tokens on average, or all that the model takes. `make_loss` puts another loss in
+    the place of the configured one.
     """
     batch, precision = config.data.global_batch_size, config.run.precision
     assert batch is not None

@@ -1,4 +1,4 @@
-"""The model of a run as its configuration wants it trained: what is frozen, recomputed, padded, compiled, recorded."""
+"""The model of a run as its configuration wants it trained: what is frozen, recomputed, padded, compiled."""
 
 import torch
 
