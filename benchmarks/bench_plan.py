@@ -133,7 +133,7 @@ def predict(case: Case, card: Card) -> tuple[float, float]:
         processors=card.processors,
         caption_length=CAPTION,
     )
-    return found.peak / 2**30, card.step(found.kernels, found.parameters, recorded=found.recorded)
+    return found.peak / 2**30, card.step(found)
 
 
 def synthetic(model: TwoTower, batch: int, device: torch.device) -> Batch:

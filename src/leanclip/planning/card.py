@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +21,17 @@ from leanclip.errors import UserError
 from leanclip.planning.trace import Kernel
 
 LAUNCH = 2.5e-6  # seconds between two kernels, at the least
+
+
+class Step(Protocol):
+    """What of a traced step decides its time."""
+
+    kernels: Counter[Kernel]
+    parameters: int  # trained tensors
+    compiled: bool  # the towers' blocks
+    recorded: bool  # the towers, as CUDA graphs
+
+
 REFERENCE = Path(__file__).parent / "h200.json"
 
 
@@ -80,6 +91,17 @@ class Shares:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Host:
+    """Seconds that the host takes to launch."""
+
+    forward: float  # each kernel
+    backward: float
+    compiled: float  # of blocks that are compiled, in both passes
+    norm: float  # for each parameter, of the gradients' norm
+    optimizer: float  # for each parameter, while the device waits: a step reads whether its loss is finite
+
+
+@dataclass(frozen=True, kw_only=True)
 class Card:
     name: str
     memory: int  # bytes
@@ -87,9 +109,7 @@ class Card:
     processors: int
     matrix: float  # FLOP/s of a large bf16 product
     bandwidth: float  # bytes/s of a large copy, read and written
-    host_forward: float  # seconds of the host for each kernel
-    host_backward: float
-    host_parameter: float  # and for each parameter, in clipping and the optimizer
+    host: Host
     shares: Shares
     measured: bool
 
@@ -122,25 +142,31 @@ class Card:
         return LAUNCH + time
 
     def times(self, kernels: Counter[Kernel]) -> dict[str, float]:
-        """Seconds on the device by phase; the host's launching is in `host` and runs beside them."""
+        """Seconds on the device by phase."""
         found: Counter[str] = Counter()
         for kernel, count in kernels.items():
             found[kernel.phase] += count * self.seconds(kernel)  # pyright: ignore[reportArgumentType]
         return dict(found)
 
-    def host(self, kernels: Counter[Kernel], parameters: int, *, recorded: bool = False) -> float:
-        """Seconds that the host takes to launch them, and to go through the parameters; `recorded` towers are
-        launched in no time."""
+    def launching(self, step: "Step") -> float:
+        """Seconds in which the host launches all up to the optimizer. Recorded towers take none."""
         phases: Counter[str] = Counter()
-        for kernel, count in kernels.items():
-            if not (recorded and kernel.phase in ("image tower", "text tower", "backward")):
-                phases[kernel.phase] += count
-        ahead = sum(count for phase, count in phases.items() if phase not in ("backward", "optimizer"))
-        return ahead * self.host_forward + phases["backward"] * self.host_backward + parameters * self.host_parameter
+        for kernel, count in step.kernels.items():
+            phases[kernel.phase] += count
+        towers = {phase: phases.pop(phase, 0) for phase in ("image tower", "text tower", "backward")}
+        took = self.host.norm * step.parameters
+        took += self.host.forward * sum(count for phase, count in phases.items() if phase != "optimizer")
+        if step.recorded:
+            return took
+        if step.compiled:
+            return took + self.host.compiled * sum(towers.values())
+        ahead = towers["image tower"] + towers["text tower"]
+        return took + self.host.forward * ahead + self.host.backward * towers["backward"]
 
-    def step(self, kernels: Counter[Kernel], parameters: int, *, recorded: bool = False) -> float:
-        """Seconds of a step: the device's, or the host's where it cannot launch as fast."""
-        return max(sum(self.times(kernels).values()), self.host(kernels, parameters, recorded=recorded))
+    def step(self, step: "Step") -> float:
+        """Seconds of a step: the device's, or the host's where it cannot launch as fast, and the wait between."""
+        device = sum(self.times(step.kernels).values())
+        return max(device, self.launching(step)) + self.host.optimizer * step.parameters
 
     @property
     def source(self) -> str:
@@ -180,8 +206,8 @@ def _neighbours(known: list[int], value: int) -> tuple[int, int, float]:
 
 def read_card(path: Path) -> Card:
     stored = json.loads(path.read_text())
-    shares = Shares(**stored.pop("shares"))
-    return Card(**stored | {"capability": tuple(stored["capability"])}, shares=shares)
+    shares, host = Shares(**stored.pop("shares")), Host(**stored.pop("host"))
+    return Card(**stored | {"capability": tuple(stored["capability"])}, shares=shares, host=host)
 
 
 def write_card(card: Card, path: Path) -> None:

@@ -74,7 +74,7 @@ class _Flat:
         for at, module in modules.items():
             holder.add_module(str(at), module)
         weights = dict(holder.named_parameters()) | dict(holder.named_buffers())
-        self.weights = len(weights)
+        count = self.weights = len(weights)
         self.values = [*weights.values(), *(leaves[at] for at in inside)]
         rest = [leaf for leaf in leaves if not isinstance(leaf, Tensor | nn.Module)]
         self.form = (
@@ -84,10 +84,11 @@ class _Flat:
 
         def call(*values: Tensor) -> list[Tensor]:
             given = list(leaves)
-            for at, value in zip(inside, values[self.weights :], strict=True):
+            for at, value in zip(inside, values[count:], strict=True):
                 given[at] = value
             holder.forward = lambda: function(*tree_unflatten(given, spec))
             found = torch.func.functional_call(holder, dict(zip(weights, values, strict=False)), ())
+            del holder.forward  # which holds what was given
             return [found] if isinstance(found, Tensor) else list(found)
 
         self.call, self.holder = call, holder
@@ -98,7 +99,12 @@ class _Flat:
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            with _disable_current_modes(), mode, _without_side_effects(self.holder), saved_tensors_hooks(_same, _same):
+            with (
+                _disable_current_modes(),
+                mode,
+                _without_side_effects(self.holder),
+                saved_tensors_hooks(_same, _same),
+            ):
                 primals = [value.detach().requires_grad_(value.requires_grad) for value in self.values]
                 return make_fx(function, select_decomp_table(), _allow_non_fake_inputs=True)(primals, list(pulled))
         finally:
@@ -152,8 +158,6 @@ def _both(flat: _Flat) -> Both:
         return [*found, *(next(gradients) if value.requires_grad else None for value in primals)]
 
     graph = flat.graph(joint, pulled=outputs)
-    import os
-    if os.environ.get("DBG"): open("/tmp/g.txt","w").write(str(graph.graph))
     forward, backward = min_cut_rematerialization_partition(
         graph, None, num_fwd_outputs=len(outputs), static_lifetime_input_indices=list(range(flat.weights))
     )
@@ -239,26 +243,27 @@ class Program:
         kept = {root(node) for node in self.outputs if isinstance(node, Node)}
         held = {node: value for node, value in held.items() if node in used or node in kept}
 
-        def value(node: Node) -> Any:
-            if node in held or not is_view(node):
-                return held[node]
-            return call(node)
-
-        def call(node: Node) -> Any:
-            args, kwargs = (
-                tree_map(lambda leaf: value(leaf) if isinstance(leaf, Node) else leaf, given)
-                for given in (node.args, node.kwargs)
-            )
-            return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-
         for step, dying in zip(self.steps, self.dies, strict=True):
             if isinstance(step, Fusion):
                 step.run(trace, held, dying)
             else:
-                held[step] = call(step)
+                held[step] = _call(step, held)
             for node in dying:
                 held.pop(node, None)
-        return [value(node) if isinstance(node, Node) else None for node in self.outputs]
+        return [_value(node, held) if isinstance(node, Node) else None for node in self.outputs]
+
+
+def _value(node: Node, held: dict[Node, Any]) -> Any:
+    return held[node] if node in held or not is_view(node) else _call(node, held)
+
+
+def _call(node: Node, held: dict[Node, Any]) -> Any:
+    args, kwargs = (
+        tree_map(lambda leaf: _value(leaf, held) if isinstance(leaf, Node) else leaf, given)
+        for given in (node.args, node.kwargs)
+    )
+    target: Any = node.target
+    return target(*args, **kwargs)
 
 
 class Fusion(NamedTuple):

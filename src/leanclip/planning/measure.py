@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from leanclip import ops
 from leanclip.ops.attention import short_attention, short_attention_backward
-from leanclip.planning.card import LAUNCH, Card, Shares
+from leanclip.planning.card import LAUNCH, Card, Host, Shares
 from leanclip.planning.compiled import Compiler
 from leanclip.planning.trace import tracing
 
@@ -30,7 +30,7 @@ def measure(device: torch.device) -> Card:
         torch.manual_seed(0)
         made = _Maker(device)
         matrix, bandwidth = matrix_rate(device, torch.bfloat16), _copy_rate(made)
-        forward, backward, each = _host(device)
+        host = _host(device)
         moving: dict[str, Any] = {name: rate / bandwidth for name, rate in (_moving(made) | _pooling(made)).items()}
         attention, norms, short = (
             _over(_attention(made), matrix),
@@ -59,9 +59,7 @@ def measure(device: torch.device) -> Card:
         processors=properties.multi_processor_count,
         matrix=matrix,
         bandwidth=bandwidth,
-        host_forward=forward,
-        host_backward=backward,
-        host_parameter=each,
+        host=host,
         shares=shares,
         measured=True,
     )
@@ -322,43 +320,68 @@ def _pooling(made: _Maker) -> dict[str, float]:
     }
 
 
-def _host(device: torch.device) -> tuple[float, float, float]:
-    """Seconds of the host for each kernel of the forward and the backward pass and for each parameter of the rest of
-    a step, by a network too small to matter."""
+def _host(device: torch.device) -> Host:
+    """What the host takes for each kernel and parameter, by a network too small to matter, compiled and not."""
     with torch.device(device):
-        layers = nn.Sequential(*(_Block(64) for _ in range(12)))
+        layers = nn.ModuleList(_Block(64) for _ in range(12))
         x = torch.randn(4, 16, 64)
-
-    def forward() -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            return layers(x).sum()
-
     optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
-    found = []
-    for _ in range(8):
+    compiled = torch.compile(_run)
+
+    def step(run: Callable[[nn.Module, Tensor], Tensor]) -> list[float]:
         torch.cuda.synchronize()
         marks = [time.perf_counter()]
-        loss = forward()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = _through(layers, x, run)
         marks.append(time.perf_counter())
         loss.backward()
         torch.cuda.synchronize()
         marks.append(time.perf_counter())
         bool(torch.isfinite(nn.utils.clip_grad_norm_(layers.parameters(), torch.inf)))
+        marks.append(time.perf_counter())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
         marks.append(time.perf_counter())
-        found.append([b - a for a, b in pairwise(marks)])
-    ahead, back, rest = (sorted(times)[len(times) // 2] for times in zip(*found, strict=True))
-    each = rest / sum(1 for _ in layers.parameters())
+        return [b - a for a, b in pairwise(marks)]
+
+    ahead, back, norm, rest = _medians([step(_run) for _ in range(8)])
+    fast_ahead, fast_back, _, _ = _medians([step(compiled) for _ in range(8)])
+    parameters = sum(1 for _ in layers.parameters())
+    (forward, backward), (fast_forward, fast_backward) = _launches(compiled=False), _launches(compiled=True)
+    return Host(
+        forward=ahead / forward,
+        backward=back / backward,
+        compiled=(fast_ahead + fast_back) / (fast_forward + fast_backward),
+        norm=norm / parameters,
+        optimizer=rest / parameters,
+    )
+
+
+def _medians(rows: list[list[float]]) -> list[float]:
+    return [sorted(times)[len(times) // 2] for times in zip(*rows, strict=True)]
+
+
+def _launches(*, compiled: bool) -> tuple[int, int]:
+    """Kernels of both passes as a trace counts them."""
     with tracing() as trace:
-        small = nn.Sequential(*(_Block(64) for _ in range(12)))
-        fake = torch.randn(4, 16, 64)
+        layers = nn.ModuleList(_Block(64) for _ in range(12))
+        x = torch.randn(4, 16, 64)
         trace.start_again()
         with torch.autocast("cpu", torch.bfloat16):
-            small(fake).sum().backward()
+            loss = _through(layers, x, Compiler(trace)(_run) if compiled else _run)
+        loss.backward()
     backward = sum(count for kernel, count in trace.kernels.items() if kernel.phase == "backward")
-    return ahead / (trace.kernels.total() - backward), back / backward, each
+    return trace.kernels.total() - backward, backward
+
+
+def _through(layers: nn.ModuleList, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+    for layer in layers:
+        x = run(layer, x)
+    return x.sum()
+
+
+def _run(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
 
 
 class _Block(nn.Module):

@@ -55,7 +55,8 @@ class Predicted:
     trained_bytes: int  # of the weights
     parameters: int  # trained tensors
     parts: int  # micro-batches
-    recorded: bool = False  # the towers, as CUDA graphs
+    compiled: bool  # the towers' blocks
+    recorded: bool  # the towers, as CUDA graphs
 
     @property
     def peak(self) -> int:
@@ -129,6 +130,7 @@ def predict_step(
         trained_bytes=sum(trained),
         parameters=len(trained),
         parts=parts,
+        compiled=model.compiled,
         recorded=parts == 1 and records(config, model, first, cuda),
     )
 

@@ -129,7 +129,7 @@ def timed(
         micro=micro,
         predicted=predicted,
         ranks=ranks,
-        compute=card.step(predicted.kernels, predicted.parameters),
+        compute=card.step(predicted),
         communication=loss + gradients,
         exposed=loss + max(last, gradients - hidden),
     )
