@@ -73,7 +73,8 @@ class _Flat:
         holder = nn.Module()
         for at, module in modules.items():
             holder.add_module(str(at), module)
-        weights = dict(holder.named_parameters()) | dict(holder.named_buffers())
+        with _without_side_effects(holder):
+            weights = dict(holder.named_parameters()) | dict(holder.named_buffers())
         count = self.weights = len(weights)
         self.values = [*weights.values(), *(leaves[at] for at in inside)]
         rest = [leaf for leaf in leaves if not isinstance(leaf, Tensor | nn.Module)]
@@ -106,9 +107,21 @@ class _Flat:
                 saved_tensors_hooks(_same, _same),
             ):
                 primals = [value.detach().requires_grad_(value.requires_grad) for value in self.values]
-                return make_fx(function, select_decomp_table(), _allow_non_fake_inputs=True)(primals, list(pulled))
+                made = make_fx(function, select_decomp_table(), _allow_non_fake_inputs=True)(primals, list(pulled))
         finally:
             torch.set_autocast_cache_enabled(cached)
+        return _functional(made)
+
+
+def _functional(made: GraphModule) -> GraphModule:
+    """Sums that were written in place (`x += y`) as new ones, which the later readers get."""
+    for node in made.graph.find_nodes(op="call_function", target=aten.add_.Tensor):
+        changed = node.args[0]
+        assert isinstance(changed, Node)
+        node.target = aten.add.Tensor
+        changed.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user > node)
+    made.recompile()
+    return made
 
 
 def _same(value: Tensor) -> Tensor:
@@ -118,7 +131,7 @@ def _same(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _without_side_effects(module: nn.Module) -> Iterator[None]:
-    """Nothing is written in place, which the compiler undoes, and batch norms learn nothing, which is small."""
+    """No layer writes in place, which the compiler undoes, and batch norms learn nothing, which is small."""
     named = ("running_mean", "running_var", "num_batches_tracked")
     before: list[tuple[nn.Module, str, Any]] = []
     for inner in module.modules():
@@ -204,11 +217,8 @@ class Program:
                 self.depth[node] = below + 1
                 alone.append(node)
         self.read = self._read_elsewhere(groups)
-        order = {node: at for at, node in enumerate(graph.nodes)}
-        units: list[list[Node]] = [[node] for node in alone]
-        units += [group for group in groups.all() if any(node in self.read for node in group)]
-        units.sort(key=lambda unit: (self.depth[unit[0]], is_fused(unit[0]), order[unit[-1]]))
-        self.steps = [Fusion.of(unit, self.read) if is_fused(unit[0]) else unit[0] for unit in units]
+        fused = [group for group in groups.all() if any(node in self.read for node in group)]
+        self.steps = _ordered([*alone, *(Fusion.of(group, self.read) for group in fused)], graph)
         self.dies = self._last_uses()
 
     def _read_elsewhere(self, groups: "_Groups") -> set[Node]:
@@ -226,9 +236,7 @@ class Program:
         kept = {root(node) for node in self.outputs if isinstance(node, Node)}
         last: dict[Node, int] = {}
         for at, step in enumerate(self.steps):
-            made = step.writes if isinstance(step, Fusion) else [step]
-            used = step.reads if isinstance(step, Fusion) else map(root, step.all_input_nodes)
-            last |= dict.fromkeys([*made, *used], at)
+            last |= dict.fromkeys([*_made(step), *_used(step)], at)
         dies: list[list[Node]] = [[] for _ in self.steps]
         for node, at in last.items():
             if node not in kept:
@@ -325,6 +333,32 @@ class Fusion(NamedTuple):
             held[node] = tuple(torch.empty_like(made) for _ in node.meta["val"]) if many else made
         for kind, moved in self.kernels:
             trace.launch(Kernel(kind, trace.now, 0, moved, 4))
+
+
+def _made(step: Node | Fusion) -> list[Node]:
+    return step.writes if isinstance(step, Fusion) else [step]
+
+
+def _used(step: Node | Fusion) -> list[Node]:
+    return step.reads if isinstance(step, Fusion) else [root(node) for node in step.all_input_nodes]
+
+
+def _ordered(steps: list[Node | Fusion], graph: Graph) -> list[Node | Fusion]:
+    """As they stand in the graph, each after what it reads."""
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    maker = {node: step for step in steps for node in _made(step)}
+    steps = sorted(steps, key=lambda step: max(place[node] for node in _made(step)))
+    found: dict[int, Node | Fusion] = {}
+    for step in steps:
+        waiting = [step]
+        while waiting:
+            missing = [maker[node] for node in _used(waiting[-1]) if node in maker and id(maker[node]) not in found]
+            if missing:
+                waiting.append(missing[0])
+            else:
+                done = waiting.pop()
+                found[id(done)] = done
+    return list(found.values())
 
 
 class _Groups:

@@ -42,6 +42,7 @@ WORKSPACE = 65 << 20  # bytes that cuBLAS keeps, as found on an H200
 # Micro-batches that are traced, without and with gradients. The first ones cast the weights and make the gradients,
 # the second ones stand for all that follow.
 TRACED = {False: 2, True: 2}
+GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly
 HALF = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 
 
@@ -196,10 +197,11 @@ def _batch(model: TwoTower, share: int, trace: Trace, caption_length: float | No
 
 
 def caption_lengths(count: int, mean: float | None, most: int) -> Tensor:
-    """From half to one and a half times the mean, as many of each; without a mean all as long as can be."""
+    """From half to one and a half times the mean, as many of each in any part; without a mean all the longest."""
     if mean is None or mean >= most:
         return torch.full((count,), most)
-    return torch.linspace(mean / 2, mean * 3 / 2, count).round().long().clamp(2, most)
+    spread = torch.arange(count, dtype=torch.float64).mul(GOLDEN).frac()
+    return (mean * (0.5 + spread)).round().long().clamp(2, most)
 
 
 def _packed(model: TwoTower, tokens: Tensor, lengths: Tensor | None) -> Tensor | Texts:
