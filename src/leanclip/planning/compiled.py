@@ -94,8 +94,9 @@ class _Flat:
 
         self.call, self.holder = call, holder
 
-    def graph(self, function: Callable[..., Any], *, pulled: Sequence[Tensor] = ()) -> GraphModule:
-        """Of `function(primals, tangents)`, with the decompositions of the compiler."""
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[list[Tensor]]:
+        """Inside, nothing is noted or cached; gives the values as leaves of a graph of their own."""
         mode = next(value.fake_mode for value in self.values if isinstance(value, FakeTensor))
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -106,11 +107,14 @@ class _Flat:
                 _without_side_effects(self.holder),
                 saved_tensors_hooks(_same, _same),
             ):
-                primals = [value.detach().requires_grad_(value.requires_grad) for value in self.values]
-                made = make_fx(function, select_decomp_table(), _allow_non_fake_inputs=True)(primals, list(pulled))
+                yield [value.detach().requires_grad_(value.requires_grad) for value in self.values]
         finally:
             torch.set_autocast_cache_enabled(cached)
-        return _functional(made)
+
+
+def _graph(function: Callable[..., Any], *given: Any) -> GraphModule:
+    """With the decompositions of the compiler."""
+    return _functional(make_fx(function, select_decomp_table(), _allow_non_fake_inputs=True)(*given))
 
 
 def _functional(made: GraphModule) -> GraphModule:
@@ -148,7 +152,8 @@ def _without_side_effects(module: nn.Module) -> Iterator[None]:
 
 
 def _forward(flat: _Flat) -> "Program":
-    return Program(flat.graph(lambda primals, tangents: flat.call(*primals)).graph)
+    with flat.apart() as values:
+        return Program(_graph(flat.call, *values).graph)
 
 
 class Both(NamedTuple):
@@ -160,17 +165,16 @@ class Both(NamedTuple):
 
 
 def _both(flat: _Flat) -> Both:
-    with torch.no_grad():
-        alone = flat.graph(lambda primals, tangents: flat.call(*primals))
-    outputs = [node.meta["val"] for node in alone.graph.output_node().args[0]]  # pyright: ignore
-
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Any]:
         found = flat.call(*primals)
         wanted = [value for value in primals if value.requires_grad]
         gradients = iter(torch.autograd.grad(found, wanted, tangents, allow_unused=True))
         return [*found, *(next(gradients) if value.requires_grad else None for value in primals)]
 
-    graph = flat.graph(joint, pulled=outputs)
+    with flat.apart() as values:
+        with torch.no_grad():
+            outputs = flat.call(*values)
+        graph = _graph(joint, values, outputs)
     forward, backward = min_cut_rematerialization_partition(
         graph, None, num_fwd_outputs=len(outputs), static_lifetime_input_indices=list(range(flat.weights))
     )

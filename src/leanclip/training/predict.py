@@ -84,7 +84,8 @@ def predict_step(
     assert batch is not None
     model = build_towers(config, shapes_only=True)
     cuda = torch.device("cuda")
-    if compiles(config, cuda, config.run.epochs * max(1, samples // batch)):
+    steps = config.run.epochs * max(1, samples // batch)
+    if compiles(config, cuda, min(steps, config.run.max_steps or steps)):
         model.compile_towers(whole=False)
     LEDGER.clear()
     with tracing(capability) as trace, pretending(trace, ranks=ranks, processors=processors) as first:
@@ -122,6 +123,8 @@ def predict_step(
         towers.finish()
         trace.settle()
     memory = {part: trace.at_peak.get(part, 0) for part in PARTS} | {"workspace": WORKSPACE}
+    if config.run.ema is not None:
+        memory["weights"] *= 2
     if config.parallel.fsdp and ranks > 1:
         memory = _sharded(memory, model, ranks)
     return Predicted(

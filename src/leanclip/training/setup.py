@@ -173,14 +173,7 @@ def set_up(config: TrainConfig) -> Job:
     model, loss = (module.to(device, torch.float64 if double else None) for module in (model, loss))
     assert isinstance(model, TwoTower) and isinstance(loss, ContrastiveLoss)
     autocast = autocast_of(run.precision, device)
-    micro = config.parallel.micro_batch or fitting(
-        model,
-        share=ranks.largest_share(batch),
-        batch=batch,
-        ranks=ranks,
-        autocast=autocast,
-        split=config.parallel.fsdp,
-    )
+    micro = config.parallel.micro_batch or fitting(config, samples=len(data.train.source), ranks=ranks, device=device)
     steps = total_steps(config, samples=len(data.train), batch=batch)
     compiled = compiles(config, device, steps)
     if compiled:

@@ -5,6 +5,7 @@ import torch
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.models import ModelConfig, TwoTower, create_model
+from leanclip.models.text_length import text_tower
 from leanclip.training.config import TrainConfig
 from leanclip.training.recorded import worth_recording
 
@@ -28,6 +29,13 @@ def build_towers(config: TrainConfig, start: ModelConfig | None = None, *, shape
     if config.parallel.pad_text:
         model.pad_texts()
     return model
+
+
+def depth(model: TwoTower) -> int | None:
+    """Blocks of the deeper tower, so many can be recomputed; None where it is all or none."""
+    if not model.own_image or model.end_of_text is None:
+        return None
+    return max(len(tower.transformer.resblocks) for tower in (model.clip.visual, text_tower(model.clip)))
 
 
 def compiles(config: TrainConfig, device: torch.device, steps: int) -> bool:
