@@ -117,7 +117,7 @@ CASES = (  # what matters most first
 )
 QUICK = (Case("leanclip-tiny", "fastclip-v3", 32, micro=16),)
 KEY = ("model", "loss", "batch", "micro_batch", "recomputed", "compile", "captions")
-FIELDS = (
+FIELDS: tuple[str, ...] = (
     "version", "torch", "device", *KEY, "predicted_gib", "measured_gib", "memory_error", "predicted_seconds",
     "measured_seconds", "time_error",
 )  # fmt: skip

@@ -56,7 +56,7 @@ class PlanCommand:
     """Between the GPUs: nvlink, infiniband (a card per GPU), infiniband-1 (a card per host), 25gbe or pcie. Default:
     nvlink up to 8 GPUs, then infiniband."""
     caption_length: float = 20.0
-    """Tokens of a caption on average, with its start and end; the text tower runs on no others, but for --pad-text."""
+    """Tokens of a caption on average, with start and end. The text tower runs on no others, but with --pad-text."""
     compare: bool = False
     """Add the loss memory and traffic of OpenCLIP and DisCo-CLIP."""
     settings: TrainConfig = field(default_factory=TrainConfig)

@@ -23,15 +23,6 @@ from leanclip.planning.trace import Kernel
 LAUNCH = 2.5e-6  # seconds between two kernels, at the least
 
 
-class Step(Protocol):
-    """What of a traced step decides its time."""
-
-    kernels: Counter[Kernel]
-    parameters: int  # trained tensors
-    compiled: bool  # the towers' blocks
-    recorded: bool  # the towers, as CUDA graphs
-
-
 REFERENCE = Path(__file__).parent / "h200.json"
 
 
@@ -101,6 +92,19 @@ class Host:
     optimizer: float  # for each parameter, while the device waits: a step reads whether its loss is finite
 
 
+class Step(Protocol):
+    """What of a traced step decides its time."""
+
+    @property
+    def kernels(self) -> Counter[Kernel]: ...
+    @property
+    def parameters(self) -> int: ...  # trained tensors
+    @property
+    def compiled(self) -> bool: ...  # the towers' blocks
+    @property
+    def recorded(self) -> bool: ...  # the towers, as CUDA graphs
+
+
 @dataclass(frozen=True, kw_only=True)
 class Card:
     name: str
@@ -148,7 +152,7 @@ class Card:
             found[kernel.phase] += count * self.seconds(kernel)  # pyright: ignore[reportArgumentType]
         return dict(found)
 
-    def launching(self, step: "Step") -> float:
+    def launching(self, step: Step) -> float:
         """Seconds in which the host launches all up to the optimizer. Recorded towers take none."""
         phases: Counter[str] = Counter()
         for kernel, count in step.kernels.items():
@@ -163,7 +167,7 @@ class Card:
         ahead = towers["image tower"] + towers["text tower"]
         return took + self.host.forward * ahead + self.host.backward * towers["backward"]
 
-    def step(self, step: "Step") -> float:
+    def step(self, step: Step) -> float:
         """Seconds of a step: the device's, or the host's where it cannot launch as fast, and the wait between."""
         device = sum(self.times(step.kernels).values())
         return max(device, self.launching(step)) + self.host.optimizer * step.parameters

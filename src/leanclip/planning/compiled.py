@@ -202,7 +202,7 @@ class Program:
 
     def __init__(self, graph: Graph) -> None:
         self.given = graph.find_nodes(op="placeholder")
-        self.outputs = graph.output_node().args[0]
+        self.outputs: Any = graph.output_node().args[0]
         self.depth: dict[Node, int] = {}
         groups = _Groups()
         alone: list[Node] = []
