@@ -340,6 +340,7 @@ def run_mlp(block, x):
     return x + block(x)
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # torch's own
 def test_compiled_code_keeps_what_the_compiler_keeps():
     """Against what PyTorch's own ahead-of-time autograd saves, with the same partitioner, on real tensors."""
     block = torch.nn.Sequential(
@@ -354,8 +355,10 @@ def test_compiled_code_keeps_what_the_compiler_keeps():
             kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
+    compiled = torch.compile(run_mlp, backend="aot_eager_decomp_partition")
+    compiled(block, x)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        real = torch.compile(run_mlp, backend="aot_eager_decomp_partition")(block, x)
+        real = compiled(block, x)
     with tracing() as trace:
         fake = faked(block, trace, "weights")
         given = torch.empty(64, 32, requires_grad=True)
@@ -392,18 +395,18 @@ def test_fused_operations_move_inputs_and_outputs_once():
 
 
 def test_compiling_recomputing_and_packing_need_less(small):
-    """Compiled code keeps less, as does one block of two, and short captions; whole towers are traced too."""
-    asked = {"samples": 1000, "caption_length": 12}
-    eager = predict_step(config_of(small, 256), **asked)
+    """Compiled code keeps less, as does one recomputed block, and captions without padding."""
+    asked = {"samples": 3000, "caption_length": 12}
+    eager = predict_step(config_of(small, 2048, graph="off"), **asked)
     compiled, one, both = (
-        predict_step(config_of(small, 256, compile="on", grad_checkpointing=number), **asked)
+        predict_step(config_of(small, 2048, compile="on", grad_checkpointing=number), **asked)
         for number in (False, 1, True)
     )
     activations = [step.memory["activations"] for step in (both, one, compiled, eager)]
-    assert activations == sorted(activations) and activations[0] < 0.8 * activations[2]
-    padded = predict_step(config_of(small, 256, pad_text=True), **asked)
+    assert activations == sorted(activations) and activations[0] < 0.9 * activations[2]
+    padded = predict_step(config_of(small, 2048, pad_text=True), **asked)
     assert padded.memory["activations"] > 1.5 * eager.memory["activations"]
-    assert compiled.recorded and not predict_step(config_of(small, 256, graph="off"), **asked).recorded
+    assert compiled.recorded and not eager.recorded
 
 
 def test_the_micro_batch_of_the_trainer(monkeypatch, small):
@@ -457,7 +460,8 @@ def plan(capsys, *flags):
 
 def test_the_command_says_what_to_run(capsys, small):
     flags = ("--model", small, "--gpus", "16", "--gpu", "A10", "--samples", "40K")
-    code, out, _ = plan(capsys, *flags, "--global-batch-size", "16384", "--compare", "--network", "25gbe")
+    flags += ("--compile", "off", "--compare", "--network", "25gbe")
+    code, out, _ = plan(capsys, *flags, "--global-batch-size", "16384")
     assert code == 0
     for word in ("weights", "state tables", "communication", "usable (92%", "samples/s", "GPU hours", "not hidden"):
         assert word in out

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
@@ -114,6 +112,8 @@ class _Flat:
 
 def _graph(function: Callable[..., Any], *given: Any) -> GraphModule:
     """With the decompositions of the compiler."""
+    from torch._inductor.decomposition import select_decomp_table  # the compiler takes a second to import
+
     return _functional(make_fx(function, select_decomp_table(), _allow_non_fake_inputs=True)(*given))
 
 
@@ -165,6 +165,8 @@ class Both(NamedTuple):
 
 
 def _both(flat: _Flat) -> Both:
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Any]:
         found = flat.call(*primals)
         wanted = [value for value in primals if value.requires_grad]
