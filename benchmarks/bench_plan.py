@@ -80,7 +80,7 @@ class Case:
         )  # fmt: skip
 
     def row(self) -> dict[str, object]:
-        recomputed = {False: "", True: "all"}.get(self.checkpointing, self.checkpointing)
+        recomputed = "all" if self.checkpointing is True else self.checkpointing or ""
         return {
             "model": self.model, "loss": self.loss, "batch": self.batch, "micro_batch": self.micro or "",
             "recomputed": recomputed, "compile": self.compile, "captions": "padded" if self.pad_text else "",
@@ -88,7 +88,7 @@ class Case:
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> "Case":
-        recomputed: bool | int = {"": False, "all": True}.get(row["recomputed"]) or int(row["recomputed"] or 0)
+        recomputed: bool | int = row["recomputed"] == "all" or int(row["recomputed"] or 0)
         return cls(
             row["model"], row["loss"], int(row["batch"]), int(row["micro_batch"]) if row["micro_batch"] else None,
             recomputed, row["compile"], row["captions"] == "padded",
@@ -115,7 +115,7 @@ CASES = (  # what matters most first
     Case("ViT-L-14", "fastclip-v3", 512, micro=256, checkpointing=12),
     Case("RN50", "infonce", 512),
 )
-QUICK = (Case("leanclip-tiny", "fastclip-v3", 32, micro=16),)
+QUICK = (Case("leanclip-tiny", "fastclip-v3", 32, micro=16, compile="off"),)
 KEY = ("model", "loss", "batch", "micro_batch", "recomputed", "compile", "captions")
 FIELDS: tuple[str, ...] = (
     "version", "torch", "device", *KEY, "predicted_gib", "measured_gib", "memory_error", "predicted_seconds",
@@ -271,8 +271,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.quick:
+        card = card_named("H200")
+        print(f"{card.name}: {card.matrix / 1e12:.0f} TFLOP/s ({card.source})")
         for case in QUICK:
-            print(case.row(), predict(case, card_named("H200")))
+            gib, seconds = predict(case, card)
+            print(case.row() | {"predicted_gib": gib, "predicted_seconds": seconds})
         return
     if not arguments.predict:
         card = calibrated(torch.device("cuda"), again=True)
