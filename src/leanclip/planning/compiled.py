@@ -218,13 +218,13 @@ class Program:
             elif is_fused(node):
                 self.depth[node] = below
                 near = [each for each in inputs if is_fused(each) and self.depth[each] == below]
-                groups.join(node, [each for each in near if each.all_input_nodes])
+                groups.join(node, [each for each in near if not is_constant(each)])
             else:
                 self.depth[node] = below + 1
                 alone.append(node)
-        self.read = self._read_elsewhere(groups)
-        fused = [group for group in groups.all() if any(node in self.read for node in group)]
-        self.steps = _ordered([*alone, *(Fusion.of(group, self.read) for group in fused)], graph)
+        read = self._read_elsewhere(groups)
+        fused = [group for group in groups.all() if any(node in read for node in group)]
+        self.steps = _ordered([*alone, *(Fusion.of(group, read) for group in fused)], graph)
         self.dies = self._last_uses()
 
     def _read_elsewhere(self, groups: "_Groups") -> set[Node]:
@@ -234,7 +234,7 @@ class Program:
             if node.op == "placeholder" or is_view(node):
                 continue
             for each in map(root, node.all_input_nodes):
-                if not is_fused(node) or groups.of(each) is not groups.of(node):
+                if not is_fused(node) or not (is_constant(each) or groups.of(each) is groups.of(node)):
                     found.add(each)
         return {node for node in found if is_fused(node)}
 
@@ -253,10 +253,6 @@ class Program:
         """Allocate as the kernels would, and note them. Empties `values`, so that they can die when used."""
         held: dict[Node, Any] = dict(zip(self.given, values, strict=True))
         values.clear()
-        used = {node for dying in self.dies for node in dying}
-        kept = {root(node) for node in self.outputs if isinstance(node, Node)}
-        held = {node: value for node, value in held.items() if node in used or node in kept}
-
         for step, dying in zip(self.steps, self.dies, strict=True):
             if isinstance(step, Fusion):
                 step.run(trace, held, dying)
@@ -298,7 +294,7 @@ class Fusion(NamedTuple):
             waiting, met = [node], {node}
             while waiting:
                 for each in map(root, waiting.pop().all_input_nodes):
-                    if each in met:
+                    if each in met or is_constant(each):
                         continue
                     met.add(each)
                     if each not in inside or each in sums or (node in sums and each in writes):
@@ -328,17 +324,17 @@ class Fusion(NamedTuple):
     def run(self, trace: Trace, held: dict[Node, Any], dying: list[Node]) -> None:
         spare = [node for node in dying if node in held and node in self.reads]
         for node in self.writes:
-            shape: Any = node.meta["val"]
-            shape = shape[0] if isinstance(shape, tuple) else shape
             over = next((each for each in spare if size(each) == size(node)), None)
             if over is not None:  # written in the place of what dies
                 spare.remove(over)
                 held.pop(over)
-            made: Any = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype)
-            many = isinstance(node.meta["val"], tuple)
-            held[node] = tuple(torch.empty_like(made) for _ in node.meta["val"]) if many else made
+            held[node] = tree_map(_new, node.meta["val"])
         for kind, moved in self.kernels:
             trace.launch(Kernel(kind, trace.now, 0, moved, 4))
+
+
+def _new(like: Tensor) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
 
 
 def _made(step: Node | Fusion) -> list[Node]:
@@ -406,6 +402,11 @@ def is_fused(node: Node) -> bool:
     if node.op != "call_function" or is_view(node):
         return False
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or _packet(node) in FUSED
+
+
+def is_constant(node: Node) -> bool:
+    """Nobody reads it from memory who can be fused with it."""
+    return is_fused(node) and not node.all_input_nodes
 
 
 def over_rows(node: Node) -> bool:
