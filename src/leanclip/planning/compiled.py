@@ -37,12 +37,15 @@ VIEWS = (aten._unsafe_view, aten.reshape, aten.alias, aten.detach)
 MANY = 4096  # elements that are summed up at the least where a sum over rows counts
 
 
+KNOWN: dict[Any, "Both | Program"] = {}  # by function and form of the arguments
+MOST_KNOWN = 200
+
+
 class Compiler:
     """Stands for `torch.compile`: calls of a function on arguments of the same form share one program."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.programs: dict[Any, Both | Program] = {}
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return partial(self._call, function)
@@ -50,10 +53,13 @@ class Compiler:
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         flat = _Flat(function, args)
         trained = torch.is_grad_enabled() and any(value.requires_grad for value in flat.values)
-        key = (function, trained, *flat.form)
-        if key not in self.programs:
-            self.programs[key] = _both(flat) if trained else _forward(flat)
-        program = self.programs[key]
+        casts = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        key = (function, trained, casts, self.trace.capability, *flat.form)
+        if key not in KNOWN:
+            if len(KNOWN) == MOST_KNOWN:
+                KNOWN.clear()
+            KNOWN[key] = _both(flat) if trained else _forward(flat)
+        program = KNOWN[key]
         if isinstance(program, Both):
             found: Any = _Compiled.apply(program, self.trace, *flat.values)
         else:
@@ -94,7 +100,7 @@ class _Flat:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[list[Tensor]]:
-        """Inside, nothing is noted or cached; gives the values as leaves of a graph of their own."""
+        """Inside, nothing is noted or cached; gives tensors like the values, leaves of a graph of their own."""
         mode = next(value.fake_mode for value in self.values if isinstance(value, FakeTensor))
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -105,7 +111,7 @@ class _Flat:
                 _without_side_effects(self.holder),
                 saved_tensors_hooks(_same, _same),
             ):
-                yield [value.detach().requires_grad_(value.requires_grad) for value in self.values]
+                yield [_new(value).requires_grad_(value.requires_grad) for value in self.values]
         finally:
             torch.set_autocast_cache_enabled(cached)
 

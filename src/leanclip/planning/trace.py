@@ -108,8 +108,9 @@ class Begun(NamedTuple):
 class Trace(TorchDispatchMode):
     """The kernels, the bytes alive by part, and the parts at the highest total."""
 
-    def __init__(self) -> None:
+    def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__()
+        self.capability = capability
         self.kernels: Counter[Kernel] = Counter()
         self.alive: Counter[str] = Counter()
         self.peak = 0
@@ -279,7 +280,7 @@ def _flash_scratch(batch: int, heads: int, length: int, size: int) -> int:
 @contextlib.contextmanager
 def tracing(capability: tuple[int, int] = (9, 0)) -> Iterator[Trace]:
     """Inside, new tensors are fake and everything that happens to them is noted, as on a GPU of that capability."""
-    trace = Trace()
+    trace = Trace(capability)
     one_thread = torch.autograd.set_multithreading_enabled(False)  # so that the backward pass is traced too
     with cuda_autocast(capability), FakeTensorMode(allow_non_fake_inputs=True), trace, one_thread:
         yield trace

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from leanclip.planning import Card, Network
 from leanclip.training.config import TrainConfig
@@ -102,6 +103,7 @@ def options(
 ) -> Iterator[Option]:
     """The ways that fit: the whole share at once, recomputing no more blocks than it must, or in micro-batches."""
 
+    @lru_cache(None, typed=True)  # True is not 1 here
     def search(recomputed: bool | int) -> Search:
         tried = replace(config, parallel=replace(config.parallel, grad_checkpointing=recomputed))
         return Search(tried, samples, ranks, card.capability, card.processors, caption_length)
