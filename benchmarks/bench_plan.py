@@ -1,47 +1,52 @@
 """How exact the planner is: predicted against measured memory and time of training steps on one GPU.
 
-    python benchmarks/bench_plan.py             # calibrates, predicts and measures; under four minutes on an H200
+    python benchmarks/bench_plan.py             # on a GPU: calibrates and measures; about six minutes on an H200
+    python benchmarks/bench_plan.py --predict   # anywhere: predicts what was measured, and writes the table
     python benchmarks/bench_plan.py --quick     # one small case, on a CPU too: predictions only; nothing is kept
 
-Predicted: `leanclip.training.predict` on fake tensors, in processes that do not see the GPU, with the card as
-`leanclip.planning.measure` finds it by timing bare operations (no model is calibrated on). Measured: the same
-`training_step` on random pixels and captions of the model's whole length; memory is PyTorch's `max_memory_allocated`,
-time the median of the steps of one second (at most five) after one that warms up. Rows go to
-benchmarks/results/plan.csv, the table to docs/planning.md.
+Measured: `training_step` as the trainer runs it, on random pixels and captions of 8 to 23 tokens. Memory is PyTorch's
+`max_memory_allocated` after the first step, which compiles; time the mean of the steps of about a second. Predicted:
+`leanclip.training.predict` on fake tensors, with the card as `leanclip.planning.measure` found it in the same run by
+timing bare operations (no model is calibrated on). Rows go to benchmarks/results/plan.csv as they come, the card to
+plan_card.json beside it, the table to docs/planning.md.
 """
 
 import argparse
-import copy
 import csv
-import functools
 import gc
-import os
-import statistics
+import json
+import tempfile
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from bench_step import SMALL
 
 import leanclip
 from leanclip.data import Batch, DataConfig
+from leanclip.distributed import Ranks
 from leanclip.losses import loss_from_config
 from leanclip.models import ModelConfig, TwoTower
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
-from leanclip.planning.card import Card, calibrated, card_named
+from leanclip.planning.card import Card, calibrated, card_named, read_card, write_card
 from leanclip.training.config import ParallelConfig, RunConfig, TrainConfig
 from leanclip.training.pieces import Pieces
-from leanclip.training.predict import predict_step
+from leanclip.training.predict import caption_lengths, predict_step
+from leanclip.training.recorded import Recorder
 from leanclip.training.step import training_step
-from leanclip.training.towers import build_towers
+from leanclip.training.towers import build_towers, records
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "plan.csv"
+CARD = "plan_card.json"
 DOCS = HERE.parent / "docs" / "planning.md"
 BEGIN, END = "<!-- accuracy: written by benchmarks/bench_plan.py -->", "<!-- end of accuracy -->"
 SAMPLES = 1_000_000
+CAPTION = 15.5  # tokens, of 8 to 23
+SMALL_FILE = Path(tempfile.gettempdir()) / "small-64px.json"
 
 
 @dataclass(frozen=True)
@@ -50,44 +55,71 @@ class Case:
     loss: str
     batch: int
     micro: int | None = None
-    checkpointing: bool = False
+    checkpointing: bool | int = False
+    compile: Literal["on", "off"] = "on"
+    pad_text: bool = False
 
     @property
     def parts(self) -> int:
         return 1 if self.micro is None else -(-self.batch // self.micro)
 
     def config(self) -> TrainConfig:
+        name = self.model
+        if name == SMALL_FILE.stem:
+            SMALL_FILE.write_text(json.dumps(SMALL))
+            name = str(SMALL_FILE)
         return TrainConfig(
-            model=ModelConfig(model=self.model),
+            model=ModelConfig(model=name),
             data=DataConfig(global_batch_size=self.batch),
             run=RunConfig(loss=self.loss, precision="amp_bf16"),
-            parallel=ParallelConfig(micro_batch=self.micro, grad_checkpointing=self.checkpointing),
+            parallel=ParallelConfig(
+                micro_batch=self.micro, grad_checkpointing=self.checkpointing, compile=self.compile,
+                pad_text=self.pad_text,
+            ),
             optim=OptimConfig(lr=1e-5, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6),
-        )
+        )  # fmt: skip
+
+    def row(self) -> dict[str, object]:
+        recomputed = "all" if self.checkpointing is True else self.checkpointing or ""
+        return {
+            "model": self.model, "loss": self.loss, "batch": self.batch, "micro_batch": self.micro or "",
+            "recomputed": recomputed, "compile": self.compile, "captions": "padded" if self.pad_text else "",
+        }  # fmt: skip
+
+    @classmethod
+    def of(cls, row: dict[str, Any]) -> "Case":
+        recomputed: bool | int = row["recomputed"] == "all" or int(row["recomputed"] or 0)
+        return cls(
+            row["model"], row["loss"], int(row["batch"]), int(row["micro_batch"]) if row["micro_batch"] else None,
+            recomputed, row["compile"], row["captions"] == "padded",
+        )  # fmt: skip
 
 
-CASES = (
-    Case("ViT-B-32", "fastclip-v3", 1024),
+CASES = (  # what matters most first
     Case("ViT-B-32", "infonce", 2048),
+    Case("ViT-B-32", "fastclip-v3", 2048, compile="off"),
+    Case("ViT-B-16", "fastclip-v3", 768),
+    Case("ViT-B-32", "infonce", 4096, micro=1024, checkpointing=True, compile="off"),
+    Case("ViT-B-32", "fastclip-v2", 4096, checkpointing=6),
+    Case("RN50", "fastclip-v3", 512, compile="off"),
+    Case("convnext_base", "fastclip-v3", 256, compile="off"),
+    Case("small-64px", "infonce", 128),
     Case("ViT-B-32", "fastclip-v3", 4096, micro=512),
-    Case("ViT-B-32", "siglip", 4096, micro=2048),
-    Case("ViT-B-32", "fastclip-v2", 4096, checkpointing=True),
-    Case("ViT-B-32", "infonce", 4096, micro=1024, checkpointing=True),
-    Case("ViT-B-16", "fastclip-v3", 512),
-    Case("ViT-B-16", "siglip", 2048, micro=256),
-    Case("ViT-B-16", "fastclip-v1", 1024, checkpointing=True),
-    Case("ViT-L-14", "fastclip-v3", 128),
-    Case("ViT-L-14", "infonce", 512, micro=128),
-    Case("ViT-L-14", "fastclip-v3", 512, micro=256, checkpointing=True),
-    Case("RN50", "fastclip-v3", 512),
-    Case("RN50", "infonce", 1024, micro=256),
-    Case("convnext_base", "fastclip-v3", 256),
-    Case("leanclip-tiny", "fastclip-v3", 128),
+    Case("ViT-L-14", "fastclip-v3", 256),
+    Case("ViT-B-16", "siglip", 1024, checkpointing=True),
+    Case("ViT-L-14", "infonce", 512, micro=128, compile="off"),
+    Case("ViT-B-32", "siglip", 1024, compile="off", pad_text=True),
+    Case("RN50", "infonce", 1024, micro=256, compile="off"),
+    Case("ViT-B-16", "fastclip-v1", 512, checkpointing=4, compile="off"),
+    Case("leanclip-tiny", "fastclip-v3", 128, compile="off"),
+    Case("ViT-L-14", "fastclip-v3", 512, micro=256, checkpointing=12),
+    Case("RN50", "infonce", 512),
 )
-QUICK = (Case("leanclip-tiny", "fastclip-v3", 32, micro=16),)
-FIELDS = (
-    "version", "torch", "device", "model", "loss", "batch", "micro_batch", "checkpointing", "predicted_gib",
-    "measured_gib", "memory_error", "predicted_seconds", "measured_seconds", "time_error",
+QUICK = (Case("leanclip-tiny", "fastclip-v3", 32, micro=16, compile="off"),)
+KEY = ("model", "loss", "batch", "micro_batch", "recomputed", "compile", "captions")
+FIELDS: tuple[str, ...] = (
+    "version", "torch", "device", *KEY, "predicted_gib", "measured_gib", "memory_error", "predicted_seconds",
+    "measured_seconds", "time_error",
 )  # fmt: skip
 
 
@@ -99,133 +131,158 @@ def predict(case: Case, card: Card) -> tuple[float, float]:
         parts=case.parts,
         capability=card.capability,
         processors=card.processors,
+        caption_length=CAPTION,
     )
-    return found.peak / 2**30, card.step(found.kernels, found.parameters)
+    return found.peak / 2**30, card.step(found)
 
 
 def synthetic(model: TwoTower, batch: int, device: torch.device) -> Batch:
     size = model.preprocess.size
     height, width = (size, size) if isinstance(size, int) else size
-    tokens = model.tokenizer([" ".join(["dog"] * 1000)]).to(device)
+    tokens = model.tokenizer(["a"]).expand(batch, -1).contiguous()
+    lengths = caption_lengths(batch, CAPTION, tokens.shape[1])
+    place = torch.arange(tokens.shape[1])
+    tokens = torch.randint(1, 40_000, tokens.shape) * (place < lengths[:, None])
+    tokens[place == lengths[:, None] - 1] = 49_407
     return Batch(
         images=torch.randint(256, (batch, 3, height, width), dtype=torch.uint8, device=device),
-        tokens=tokens.expand(batch, -1).contiguous(),
+        tokens=tokens.to(device),
         sample_ids=torch.arange(batch),
+        lengths=lengths,
     )
 
 
-@functools.lru_cache(1)
-def built(model: str) -> TwoTower:
-    """On the CPU; kept while cases of the same model follow each other."""
-    return build_towers(Case(model, "infonce", 1).config())
-
-
-def measure(case: Case, device: torch.device) -> tuple[float, float]:
+def steps_of(case: Case, device: torch.device) -> tuple[Pieces, Batch]:
     torch.manual_seed(0)
     config = case.config()
-    model = copy.deepcopy(built(case.model)).to(device).train()
-    if case.checkpointing:
-        model.checkpoint_activations()
+    model = build_towers(config).to(device).train()
+    if case.compile == "on":
+        model.compile_towers()
     loss = loss_from_config(case.loss, config.loss, num_samples=SAMPLES).to(device)
     loss.set_epoch(0, 1)
     optimizer = create_optimizer(config.optim, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
     autocast = torch.autocast("cuda", torch.bfloat16)
+    one = Ranks(0, 1, None)
+    recorder = Recorder(model, autocast) if case.parts == 1 and records(config, model, one, device) else None
     pieces = Pieces(
-        towers=model, loss=loss, optimizer=optimizer, batch=case.batch, parts=case.parts, autocast=autocast
-    )
-    data = synthetic(model, case.batch, device)
+        towers=model, loss=loss, optimizer=optimizer, batch=case.batch, parts=case.parts, autocast=autocast,
+        texts=model.texts, recorder=recorder,
+    )  # fmt: skip
+    return pieces, synthetic(model, case.batch, device)
+
+
+def measure(case: Case, device: torch.device) -> tuple[float, float]:
+    pieces, data = steps_of(case, device)
     training_step(pieces, data)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    took = []
-    while len(took) < 5 and sum(took) < 1.0:
+    peak, each = 0.0, 0.0
+    for count in (4, None):  # the first ones are not timed: a recording is made after three
+        count = count or max(2, min(50, round(1 / each)))
         began = time.perf_counter()
-        assert not training_step(pieces, data).skipped
+        for _ in range(count):
+            assert not training_step(pieces, data).skipped
         torch.cuda.synchronize()
-        took.append(time.perf_counter() - began)
-    return torch.cuda.max_memory_allocated() / 2**30, statistics.median(took)
+        each = (time.perf_counter() - began) / count
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    return peak, each
 
 
 def free() -> None:
+    torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def row_of(case: Case, predicted: tuple[float, float], measured: tuple[float, float] | None) -> dict[str, object]:
-    row: dict[str, object] = {
-        "version": leanclip.__version__, "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "model": case.model, "loss": case.loss, "batch": case.batch, "micro_batch": case.micro or "",
-        "checkpointing": "yes" if case.checkpointing else "", "predicted_gib": round(predicted[0], 2),
-        "predicted_seconds": round(predicted[1], 4),
+def measure_all(cases: Iterable[Case], output: Path) -> None:
+    with output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        for case in cases:
+            began = time.perf_counter()
+            gib, seconds = measure(case, torch.device("cuda"))
+            free()
+            row = case.row() | {
+                "version": leanclip.__version__, "torch": torch.__version__, "device": torch.cuda.get_device_name(),
+                "measured_gib": round(gib, 3), "measured_seconds": round(seconds, 5),
+            }  # fmt: skip
+            writer.writerow(row)
+            file.flush()
+            print(
+                *case.row().values(),
+                f"{gib:.2f} GiB {seconds:.4f} s",
+                f"({time.perf_counter() - began:.0f} s)",
+                flush=True,
+            )
+
+
+def with_prediction(row: dict[str, Any], card: Card) -> dict[str, Any]:
+    gib, seconds = predict(Case.of(row), card)
+    return row | {
+        "predicted_gib": round(gib, 3), "memory_error": f"{gib / float(row['measured_gib']) - 1:+.3f}",
+        "predicted_seconds": round(seconds, 5),
+        "time_error": f"{seconds / float(row['measured_seconds']) - 1:+.3f}",
     }  # fmt: skip
-    if measured is not None:
-        row |= {
-            "measured_gib": round(measured[0], 2), "memory_error": f"{predicted[0] / measured[0] - 1:+.3f}",
-            "measured_seconds": round(measured[1], 4), "time_error": f"{predicted[1] / measured[1] - 1:+.3f}",
-        }  # fmt: skip
-    return row
 
 
-def table(rows: list[dict[str, object]]) -> str:
+def table(rows: list[dict[str, Any]]) -> str:
     """The rows as the documentation shows them."""
-    head = (
-        "| model | loss | batch | micro-batch | recomputed | GiB predicted / measured | | s predicted / measured | |"
-    )
-    lines = [head, "|---|---|---|---|---|---|---|---|---|"]
+    head = "| model | loss | batch | micro-batch | recomputed | compiled"
+    lines = [f"{head} | GiB predicted / measured | | ms predicted / measured | |", "|---" * 10 + "|"]
     for row in rows:
+        predicted, measured = (1e3 * float(row[f"{side}_seconds"]) for side in ("predicted", "measured"))
+        padded = ", padded captions" if row["captions"] else ""
         lines.append(
-            f"| {row['model']} | {row['loss']} | {int(str(row['batch'])):,} | {row['micro_batch']}"
-            f" | {row['checkpointing']}"
-            f" | {float(str(row['predicted_gib'])):.2f} / {float(str(row['measured_gib'])):.2f}"
-            f" | {float(str(row['memory_error'])):+.1%}"
-            f" | {float(str(row['predicted_seconds'])):.3f} / {float(str(row['measured_seconds'])):.3f}"
-            f" | {float(str(row['time_error'])):+.1%} |"
+            f"| {row['model']}{padded} | {row['loss']} | {int(row['batch']):,} | {row['micro_batch']}"
+            f" | {row['recomputed']} | {'yes' if row['compile'] == 'on' else ''}"
+            f" | {float(row['predicted_gib']):.2f} / {float(row['measured_gib']):.2f}"
+            f" | {float(row['memory_error']):+.1%} | {predicted:.1f} / {measured:.1f}"
+            f" | {float(row['time_error']):+.1%} |"
         )
     return "\n".join(lines)
 
 
-def write_docs(rows: list[dict[str, object]], path: Path = DOCS) -> None:
+def write_docs(rows: list[dict[str, Any]], path: Path = DOCS) -> None:
     text = path.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     path.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
 
 
+def predict_all(output: Path) -> None:
+    card = read_card(output.parent / CARD)
+    with output.open(newline="") as file:
+        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    for at, row in enumerate(rows):
+        rows[at] = with_prediction(row, card)
+        print(*(rows[at][name] for name in FIELDS[3:]), flush=True)
+    with output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS)
+        writer.writeheader()
+        writer.writerows(rows)
+    if output == RESULTS:
+        write_docs(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--predict", action="store_true", help="only predict what was measured before")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--again", action="store_true", help="measure the card again, whatever is remembered")
-    parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
     arguments = parser.parse_args()
-    here = torch.cuda.is_available()
-    card = calibrated(torch.device("cuda"), again=arguments.again) if here else card_named("H200")
-    print(
-        f"{card.name}: {card.matrix / 1e12:.0f} TFLOP/s, {card.bandwidth / 1e12:.2f} TB/s ({card.source})", flush=True
-    )
-    cases = QUICK if arguments.quick else CASES
-    if arguments.quick or not here:
-        for case in cases:
-            print(row_of(case, predict(case, card), None))
+    if arguments.quick:
+        card = card_named("H200")
+        print(f"{card.name}: {card.matrix / 1e12:.0f} TFLOP/s ({card.source})")
+        for case in QUICK:
+            gib, seconds = predict(case, card)
+            print(case.row() | {"predicted_gib": gib, "predicted_seconds": seconds})
         return
-    rows: list[dict[str, object]] = []
-    with (
-        ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool,
-        arguments.output.open("w", newline="") as file,
-    ):
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        coming: list[Future[tuple[float, float]]] = [pool.submit(predict, case, card) for case in cases]
-        for case, predicted in zip(cases, coming, strict=True):
-            measured = measure(case, torch.device("cuda"))
-            free()
-            rows.append(row_of(case, predicted.result(), measured))
-            writer.writerow(rows[-1])  # pyright: ignore[reportArgumentType]
-            file.flush()
-            print(*(rows[-1][name] for name in FIELDS[3:]), flush=True)
-    if DOCS.is_file() and arguments.output == RESULTS:
-        write_docs(rows)
+    if not arguments.predict:
+        card = calibrated(torch.device("cuda"), again=True)
+        write_card(card, arguments.output.parent / CARD)
+        print(f"{card.name}: {card.matrix / 1e12:.0f} TFLOP/s, {card.bandwidth / 1e12:.2f} TB/s", flush=True)
+        measure_all(CASES, arguments.output)
+    predict_all(arguments.output)
 
 
 if __name__ == "__main__":

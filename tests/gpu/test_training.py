@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from leanclip.cli.train import run
+from leanclip.data import Batch, DataConfig
 from leanclip.distributed import Ranks
-from leanclip.models import ModelConfig, create_model
-from leanclip.training import fit
+from leanclip.losses import loss_from_config
+from leanclip.models import ModelConfig
+from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
+from leanclip.training.config import ParallelConfig, RunConfig, TrainConfig
+from leanclip.training.fit import fitting
+from leanclip.training.pieces import Pieces
+from leanclip.training.step import training_step
+from leanclip.training.towers import build_towers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -32,13 +39,34 @@ def test_every_way_trains_alike(extra, tmp_path):
 
 
 def test_the_fitted_micro_batch_fits(monkeypatch):
-    """With little room the micro-batch is small, and its pass needs no more than that room."""
-    model = create_model(ModelConfig(model="ViT-B-32")).cuda()
-    autocast = torch.autocast("cuda", torch.bfloat16)
-    room = 12 * 2**30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (room, room))
-    micro = fit.fitting(model, share=4096, batch=4096, ranks=Ranks(0, 1, None), autocast=autocast)
+    """With little room the micro-batch is small, and a step on the longest captions needs no more than that room."""
+    room, device = 12 * 2**30, torch.device("cuda")
+    config = TrainConfig(
+        model=ModelConfig(model="ViT-B-32"),
+        data=DataConfig(global_batch_size=4096),
+        run=RunConfig(loss="infonce", precision="amp_bf16"),
+        parallel=ParallelConfig(compile="off"),
+        optim=OptimConfig(lr=1e-5, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6),
+    )
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (room - held, room))
+    micro = fitting(config, samples=10**6, ranks=Ranks(0, 1, None), device=device)
     assert 16 <= micro < 1024
-    peak = fit._peak(model, micro, autocast)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert 0.7 * room < peak + fit.PER_PARAMETER * trained + 4096 * 150528 < room
+    model = build_towers(config).to(device).train()
+    loss = loss_from_config("infonce", config.loss, num_samples=10**6).to(device)
+    optimizer = create_optimizer(config.optim, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
+    autocast = torch.autocast("cuda", torch.bfloat16)
+    pieces = Pieces(
+        towers=model, loss=loss, optimizer=optimizer, batch=4096, parts=-(-4096 // micro), autocast=autocast,
+        texts=model.texts,
+    )  # fmt: skip
+    tokens = model.tokenizer(["a " * 1000]).expand(4096, -1).contiguous()
+    images = torch.randint(256, (4096, 3, 224, 224), dtype=torch.uint8, device=device)
+    batch = Batch(
+        images=images, tokens=tokens.to(device), sample_ids=torch.arange(4096), lengths=torch.full((4096,), 77)
+    )
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        assert not training_step(pieces, batch).skipped
+    assert 0.8 * room < torch.cuda.max_memory_allocated() < room

@@ -9,7 +9,6 @@ import leanclip
 from leanclip.data import Batch
 from leanclip.models import ModelConfig, create_model
 from leanclip.training.batch_norm import RunningAverages
-from leanclip.training.fit import largest
 from leanclip.training.loss_scale import GROWTH_STEPS, LossScale
 from leanclip.training.micro_batch import cached
 from leanclip.training.pieces import Pieces
@@ -149,9 +148,3 @@ def test_the_loss_scale_leaves_no_trace_and_halves_on_overflow(tmp_path):
     scale.good_steps = GROWTH_STEPS - 1
     assert not training_step(pieces, data).skipped
     assert scale.value == 1024.0 and scale.good_steps == 0
-
-
-def test_how_many_fit():
-    assert largest(room=1000.0, each=30) == 32
-    assert largest(room=150.0, each=30) == 5
-    assert largest(room=-1.0, each=30) == 0

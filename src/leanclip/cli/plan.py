@@ -10,7 +10,6 @@ from rich.table import Table
 from leanclip.cli.parse import parse
 from leanclip.cli.train import settings_below
 from leanclip.distributed import traffic
-from leanclip.distributed.parallel import blocks
 from leanclip.errors import UserError
 from leanclip.losses import loss_from_config
 from leanclip.losses.registry import spec_of
@@ -22,7 +21,6 @@ from leanclip.training import TrainConfig
 from leanclip.training.defaults import fill, total_steps
 from leanclip.training.predict import PARTS
 from leanclip.training.search import USED, Option, largest_batch, options
-from leanclip.training.towers import build_towers
 
 DESCRIPTION = """Say what a training run needs, without running it and without a GPU.
 
@@ -57,8 +55,8 @@ class PlanCommand:
     network: str | None = None
     """Between the GPUs: nvlink, infiniband (a card per GPU), infiniband-1 (a card per host), 25gbe or pcie. Default:
     nvlink up to 8 GPUs, then infiniband."""
-    caption_length: int | None = None
-    """Tokens of the longest caption in a batch, with its start and end. Default: all that the model takes."""
+    caption_length: float = 20.0
+    """Tokens of a caption on average, with start and end. The text tower runs on no others, but with --pad-text."""
     compare: bool = False
     """Add the loss memory and traffic of OpenCLIP and DisCo-CLIP."""
     settings: TrainConfig = field(default_factory=TrainConfig)
@@ -70,7 +68,7 @@ class PlanCommand:
             raise ValueError(f"--gpu-memory is {self.gpu_memory}; give GB")
         if self.network is not None and self.network not in NETWORKS:
             raise ValueError(f"unknown --network {self.network!r}; choose from {', '.join(NETWORKS)}")
-        if self.caption_length is not None and self.caption_length < 3:
+        if self.caption_length < 3:
             raise ValueError(f"--caption-length is {self.caption_length}; it must be at least 3")
 
 
@@ -104,7 +102,9 @@ def run(arguments: list[str]) -> None:
     if command.compare:
         console.print(comparison(best, samples))
     console.print(f"run:           {command_line(best)}")
-    console.print("(captions padded, not compiled: a run needs less, see docs/planning.md)", style="dim")
+    if not config.parallel.pad_text:
+        length = f"{command.caption_length:g}"
+        console.print(f"(for captions of {length} tokens on average, --caption-length)", style="dim")
 
 
 def count(text: str) -> int:
@@ -195,8 +195,9 @@ def way(option: Option) -> str:
     share = -(-batch_of(config) // option.ranks)
     parts = option.predicted.parts
     size = f"{parts} micro-batches of {-(-share // parts):,}" if parts > 1 else f"all {share:,} samples at once"
-    number = len(blocks(build_towers(config, shapes_only=True)))
-    return f"{size}, {number if config.parallel.grad_checkpointing else 0} of {number} blocks recomputed"
+    recomputed = config.parallel.grad_checkpointing
+    number = "all" if recomputed is True else recomputed or "no"
+    return f"{size}, {number} blocks{' of each tower' if recomputed is not True and recomputed else ''} recomputed"
 
 
 def gib(option: Option) -> str:
@@ -243,6 +244,12 @@ def command_line(option: Option) -> str:
     ]  # fmt: skip
     if option.predicted.parts > 1:
         flags += ["--micro-batch", str(option.micro)]
-    flags += ["--grad-checkpointing"] if config.parallel.grad_checkpointing else []
-    flags += ["--fsdp"] if config.parallel.fsdp else []
+    parallel = config.parallel
+    if recomputed := parallel.grad_checkpointing:
+        flags += ["--grad-checkpointing", *([] if recomputed is True else [str(recomputed)])]
+    for name in ("compile", "graph"):
+        value = getattr(parallel, name)
+        flags += [] if value == "auto" else [f"--{name}", value]
+    flags += ["--pad-text"] if parallel.pad_text else []
+    flags += ["--fsdp"] if parallel.fsdp else []
     return f"{shlex.join([*start, 'train', *flags])} --train-data ..."

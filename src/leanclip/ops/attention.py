@@ -24,6 +24,7 @@ if varlen_attn is not None:
     CAUSAL = {"window_size": (-1, 0)} if _named else {"is_causal": True}
 LARGEST_TILE = 128  # tokens, which a program holds in registers
 FEW = 32  # tokens: texts up to here share a small tile
+HEADS = (16, 32, 64)  # sizes of a head: more would not fit beside a tile
 
 
 class Packing(NamedTuple):
@@ -79,7 +80,7 @@ def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
 def _kernel(qkv: Tensor) -> bool:
     """Whether the kernel takes it."""
     half = qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16)
-    return half and qkv.shape[-1] in (16, 32, 64) and _triton()  # more would not fit beside a tile
+    return half and qkv.shape[-1] in HEADS and _triton()
 
 
 @torch.compiler.assume_constant_result

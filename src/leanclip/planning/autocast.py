@@ -50,13 +50,13 @@ def cuda_autocast(capability: tuple[int, int]) -> Iterator[None]:
         library._destroy()
 
 
-def _without_autocast() -> Any:
+def without_autocast() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_HERE)
 
 
 def _widened(operation: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
+        with without_autocast():
             return operation(*tree_map(_wide, args), **tree_map(_wide, kwargs))
 
     return kernel
@@ -64,7 +64,7 @@ def _widened(operation: Any) -> Callable[..., Any]:
 
 def _summed(operation: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _without_autocast():
+        with without_autocast():
             given = kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)
             if not given and args[0].dtype in (torch.float16, torch.bfloat16):
                 names = [argument.name for argument in operation._schema.arguments]
@@ -95,7 +95,7 @@ def _attention(
     """The kernels that CUDA chooses in 16 bits: cuDNN's, else flash attention, or with a mask the memory-efficient
     one, whose output has a layout of its own, which the next layer copies."""
     dtype = torch.get_autocast_dtype("cpu")
-    with _without_autocast():
+    with without_autocast():
         query, key, value = (part.to(dtype) for part in (query, key, value))
         fits = query.shape[-1] <= 256 and query.shape[-1] % 8 == 0 and query.ndim == 4
         if attn_mask is not None and attn_mask.dtype != torch.bool:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +21,8 @@ from leanclip.errors import UserError
 from leanclip.planning.trace import Kernel
 
 LAUNCH = 2.5e-6  # seconds between two kernels, at the least
+
+
 REFERENCE = Path(__file__).parent / "h200.json"
 
 
@@ -57,12 +59,16 @@ class Shares:
     wide: float  # of the matrix rate, by float32 products
     attention: Mapping[str, float]  # of the matrix rate, by length
     attention_backward: Mapping[str, float]
+    short_attention: Mapping[str, float]  # of the bandwidth, if all tiles were full, by their length
+    short_attention_backward: Mapping[str, float]
     loss: float  # of the matrix rate, by the loss's fused similarities
     convolution: Mapping[str, float]  # of the matrix rate ("arithmetic") and of the bandwidth ("bytes"), in turn
     convolution_backward: Mapping[str, float]
     patches: float  # of the matrix rate, by convolutions that cut an image into patches
     patches_backward: float
     elementwise: float  # of the bandwidth, as all below
+    fused: float  # what the compiler makes of several
+    fused_sums: float  # and of sums over rows
     reduction: float
     norm: float
     norm_backward: float
@@ -76,6 +82,30 @@ class Shares:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Host:
+    """Seconds that the host takes to launch."""
+
+    forward: float  # each kernel
+    backward: float
+    compiled: float  # of blocks that are compiled, in both passes
+    norm: float  # for each parameter, of the gradients' norm
+    optimizer: float  # for each parameter, while the device waits: a step reads whether its loss is finite
+
+
+class Step(Protocol):
+    """What of a traced step decides its time."""
+
+    @property
+    def kernels(self) -> Counter[Kernel]: ...
+    @property
+    def parameters(self) -> int: ...  # trained tensors
+    @property
+    def compiled(self) -> bool: ...  # the towers' blocks
+    @property
+    def recorded(self) -> bool: ...  # the towers, as CUDA graphs
+
+
+@dataclass(frozen=True, kw_only=True)
 class Card:
     name: str
     memory: int  # bytes
@@ -83,9 +113,7 @@ class Card:
     processors: int
     matrix: float  # FLOP/s of a large bf16 product
     bandwidth: float  # bytes/s of a large copy, read and written
-    host_forward: float  # seconds of the host for each kernel
-    host_backward: float
-    host_parameter: float  # and for each parameter, in clipping and the optimizer
+    host: Host
     shares: Shares
     measured: bool
 
@@ -100,6 +128,9 @@ class Card:
             table = share.attention if kind == "attention" else share.attention_backward
             reached = _between(table, kernel.shape[2]) * (1 if kernel.itemsize <= 2 else share.wide)
             time = kernel.flops / (self.matrix * reached)
+        elif kind in ("short attention", "short attention backward"):
+            table = share.short_attention if kind == "short attention" else share.short_attention_backward
+            time = tile_bytes(kernel) / (self.bandwidth * _between(table, kernel.shape[2]))
         elif kind in ("loss", "patches", "patches backward"):
             reached = getattr(share, kind.replace(" ", "_")) if kernel.itemsize <= 2 else share.wide
             time = kernel.flops / (self.matrix * reached)
@@ -115,27 +146,41 @@ class Card:
         return LAUNCH + time
 
     def times(self, kernels: Counter[Kernel]) -> dict[str, float]:
-        """Seconds on the device by phase; the host's launching is in `host` and runs beside them."""
+        """Seconds on the device by phase."""
         found: Counter[str] = Counter()
         for kernel, count in kernels.items():
             found[kernel.phase] += count * self.seconds(kernel)  # pyright: ignore[reportArgumentType]
         return dict(found)
 
-    def host(self, kernels: Counter[Kernel], parameters: int) -> float:
-        """Seconds that the host takes to launch them, and to go through the parameters."""
+    def launching(self, step: Step) -> float:
+        """Seconds in which the host launches all up to the optimizer. Recorded towers take none."""
         phases: Counter[str] = Counter()
-        for kernel, count in kernels.items():
+        for kernel, count in step.kernels.items():
             phases[kernel.phase] += count
-        ahead = sum(count for phase, count in phases.items() if phase not in ("backward", "optimizer"))
-        return ahead * self.host_forward + phases["backward"] * self.host_backward + parameters * self.host_parameter
+        towers = {phase: phases.pop(phase, 0) for phase in ("image tower", "text tower", "backward")}
+        took = self.host.norm * step.parameters
+        took += self.host.forward * sum(count for phase, count in phases.items() if phase != "optimizer")
+        if step.recorded:
+            return took
+        if step.compiled:
+            return took + self.host.compiled * sum(towers.values())
+        ahead = towers["image tower"] + towers["text tower"]
+        return took + self.host.forward * ahead + self.host.backward * towers["backward"]
 
-    def step(self, kernels: Counter[Kernel], parameters: int) -> float:
-        """Seconds of a step: the device's, or the host's where it cannot launch as fast."""
-        return max(sum(self.times(kernels).values()), self.host(kernels, parameters))
+    def step(self, step: Step) -> float:
+        """Seconds of a step: the device's, or the host's where it cannot launch as fast, and the wait between."""
+        device = sum(self.times(step.kernels).values())
+        return max(device, self.launching(step)) + self.host.optimizer * step.parameters
 
     @property
     def source(self) -> str:
         return "measured on this GPU" if self.measured else "nominal figures, at the share an H200 reaches of its own"
+
+
+def tile_bytes(kernel: Kernel) -> int:
+    """What our attention would move if no tile had room left: queries, keys, values and outputs, or all gradients."""
+    passes = 4 if kernel.kind == "short attention" else 7
+    return passes * math.prod(kernel.shape) * kernel.itemsize
 
 
 def _product_share(table: Mapping[str, float], shape: tuple[int, ...]) -> float:
@@ -165,8 +210,8 @@ def _neighbours(known: list[int], value: int) -> tuple[int, int, float]:
 
 def read_card(path: Path) -> Card:
     stored = json.loads(path.read_text())
-    shares = Shares(**stored.pop("shares"))
-    return Card(**stored | {"capability": tuple(stored["capability"])}, shares=shares)
+    shares, host = Shares(**stored.pop("shares")), Host(**stored.pop("host"))
+    return Card(**stored | {"capability": tuple(stored["capability"])}, shares=shares, host=host)
 
 
 def write_card(card: Card, path: Path) -> None:

@@ -1,6 +1,7 @@
 """The short measurement behind a `Card`: bare operations on the GPU that is here, no model among them."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations_with_replacement, pairwise
@@ -11,11 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leanclip import ops
-from leanclip.planning.card import LAUNCH, Card, Shares
+from leanclip.ops.attention import short_attention, short_attention_backward
+from leanclip.planning.card import LAUNCH, Card, Host, Shares
+from leanclip.planning.compiled import Compiler
 from leanclip.planning.trace import tracing
 
 SIDES = (64, 256, 512, 1024, 2048, 4096)
 LONG = 32_768
+TILES = (16, 32, 64, 128)
 LENGTHS = (16, 32, 50, 77, 197, 257, 577)
 
 
@@ -26,18 +30,25 @@ def measure(device: torch.device) -> Card:
         torch.manual_seed(0)
         made = _Maker(device)
         matrix, bandwidth = matrix_rate(device, torch.bfloat16), _copy_rate(made)
-        forward, backward, each = _host(device)
+        host = _host(device)
         moving: dict[str, Any] = {name: rate / bandwidth for name, rate in (_moving(made) | _pooling(made)).items()}
-        attention, norms = _over(_attention(made), matrix), _over(_batch_norms(made), bandwidth)
+        attention, norms, short = (
+            _over(_attention(made), matrix),
+            _over(_batch_norms(made), bandwidth),
+            _over(_short(made), bandwidth),
+        )
         shares = Shares(
             products={f"{a}x{b}": _product(made, a, b) / matrix for a, b in combinations_with_replacement(SIDES, 2)},
             wide=_wide(made) / matrix,
             attention=attention["attention"],
             attention_backward=attention["attention_backward"],
+            short_attention=short["short_attention"],
+            short_attention_backward=short["short_attention_backward"],
             batch_norm=norms["batch_norm"],
             batch_norm_backward=norms["batch_norm_backward"],
             loss=_loss(made) / matrix,
             **_convolutions(made, matrix, bandwidth),
+            **_fused(made, bandwidth),
             **moving,
         )
         torch.cuda.empty_cache()
@@ -48,9 +59,7 @@ def measure(device: torch.device) -> Card:
         processors=properties.multi_processor_count,
         matrix=matrix,
         bandwidth=bandwidth,
-        host_forward=forward,
-        host_backward=backward,
-        host_parameter=each,
+        host=host,
         shares=shares,
         measured=True,
     )
@@ -137,6 +146,57 @@ def _attention(made: _Maker) -> dict[str, dict[str, float]]:
         found["attention"][str(length)] = 2 * flops / forward
         found["attention_backward"][str(length)] = 2 * 2.5 * flops / backward
     return found
+
+
+def _short(made: _Maker) -> dict[str, dict[str, float]]:
+    """Bytes/s of our own attention, heads of 64, by the length of its tiles, which are full."""
+    found: dict[str, dict[str, float]] = {"short_attention": {}, "short_attention_backward": {}}
+    for length in TILES:
+        count, heads = 65_536 // length, 12
+        qkv, pull = made(count * length, 3, heads, 64), made(count * length, heads, 64)
+        ahead = seconds(partial(short_attention, qkv, None, None, length, length))
+        back = seconds(partial(short_attention_backward, qkv, pull, None, None, length, length))
+        found["short_attention"][str(length)] = 4 * pull.nbytes / ahead
+        found["short_attention_backward"][str(length)] = 7 * pull.nbytes / back
+    return found
+
+
+def _between_products(
+    x: Tensor, y: Tensor, wide: Tensor, bias: Tensor, gain: Tensor, shift: Tensor
+) -> tuple[Tensor, ...]:
+    """What a transformer's block does between its products."""
+    x = x + (y + bias)
+    return x, F.layer_norm(x, gain.shape, gain, shift).to(y.dtype), F.gelu(wide)
+
+
+def _fused(made: _Maker, bandwidth: float) -> dict[str, float]:
+    """Shares of the bandwidth that compiled code reaches, its bytes counted as a trace counts them."""
+
+    def given(make: Callable[..., Tensor]) -> list[Tensor]:
+        rows, size = 65_536, 768
+        shapes = ((rows, size), torch.float32), ((rows, size), torch.bfloat16), ((rows, 4 * size), torch.bfloat16)
+        vectors = (((size,), dtype) for dtype in (torch.bfloat16, torch.float32, torch.float32))
+        return [make(*shape, dtype=dtype).requires_grad_() for shape, dtype in (*shapes, *vectors)]
+
+    values = given(made)
+    compiled = torch.compile(_between_products)
+    outputs = compiled(*values)
+    pulls = [torch.randn_like(each) for each in outputs]
+    took = (
+        seconds(lambda: compiled(*values)),
+        seconds(lambda: torch.autograd.grad(outputs, values, pulls, retain_graph=True)),
+    )
+    with tracing() as trace:
+        fakes = given(lambda *shape, dtype: torch.empty(shape, dtype=dtype))
+        trace.start_again()
+        ahead = Compiler(trace)(_between_products)(*fakes)
+        torch.autograd.grad(ahead, fakes, [torch.empty_like(each) for each in ahead])
+    moved: Counter[tuple[str, bool]] = Counter()
+    for kernel, count in trace.kernels.items():
+        moved[kernel.kind, kernel.phase == "backward"] += count * kernel.bytes
+    fused = moved["fused", False] / took[0]
+    sums = max(took[1] - moved["fused", True] / fused, 0.1 * took[1])
+    return {"fused": fused / bandwidth, "fused_sums": moved["fused sums", True] / sums / bandwidth}
 
 
 def _loss(made: _Maker) -> float:
@@ -260,43 +320,68 @@ def _pooling(made: _Maker) -> dict[str, float]:
     }
 
 
-def _host(device: torch.device) -> tuple[float, float, float]:
-    """Seconds of the host for each kernel of the forward and the backward pass and for each parameter of the rest of
-    a step, by a network too small to matter."""
+def _host(device: torch.device) -> Host:
+    """What the host takes for each kernel and parameter, by a network too small to matter, compiled and not."""
     with torch.device(device):
-        layers = nn.Sequential(*(_Block(64) for _ in range(12)))
+        layers = nn.ModuleList(_Block(64) for _ in range(12))
         x = torch.randn(4, 16, 64)
-
-    def forward() -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            return layers(x).sum()
-
     optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
-    found = []
-    for _ in range(8):
+    compiled = torch.compile(_run)
+
+    def step(run: Callable[[nn.Module, Tensor], Tensor]) -> list[float]:
         torch.cuda.synchronize()
         marks = [time.perf_counter()]
-        loss = forward()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = _through(layers, x, run)
         marks.append(time.perf_counter())
         loss.backward()
         torch.cuda.synchronize()
         marks.append(time.perf_counter())
         bool(torch.isfinite(nn.utils.clip_grad_norm_(layers.parameters(), torch.inf)))
+        marks.append(time.perf_counter())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
         marks.append(time.perf_counter())
-        found.append([b - a for a, b in pairwise(marks)])
-    ahead, back, rest = (sorted(times)[len(times) // 2] for times in zip(*found, strict=True))
-    each = rest / sum(1 for _ in layers.parameters())
+        return [b - a for a, b in pairwise(marks)]
+
+    ahead, back, norm, rest = _medians([step(_run) for _ in range(8)])
+    fast_ahead, fast_back, _, _ = _medians([step(compiled) for _ in range(8)])
+    parameters = sum(1 for _ in layers.parameters())
+    (forward, backward), (fast_forward, fast_backward) = _launches(compiled=False), _launches(compiled=True)
+    return Host(
+        forward=ahead / forward,
+        backward=back / backward,
+        compiled=(fast_ahead + fast_back) / (fast_forward + fast_backward),
+        norm=norm / parameters,
+        optimizer=rest / parameters,
+    )
+
+
+def _medians(rows: list[list[float]]) -> list[float]:
+    return [sorted(times)[len(times) // 2] for times in zip(*rows, strict=True)]
+
+
+def _launches(*, compiled: bool) -> tuple[int, int]:
+    """Kernels of both passes as a trace counts them."""
     with tracing() as trace:
-        small = nn.Sequential(*(_Block(64) for _ in range(12)))
-        fake = torch.randn(4, 16, 64)
+        layers = nn.ModuleList(_Block(64) for _ in range(12))
+        x = torch.randn(4, 16, 64)
         trace.start_again()
         with torch.autocast("cpu", torch.bfloat16):
-            small(fake).sum().backward()
+            loss = _through(layers, x, Compiler(trace)(_run) if compiled else _run)
+        loss.backward()
     backward = sum(count for kernel, count in trace.kernels.items() if kernel.phase == "backward")
-    return ahead / (trace.kernels.total() - backward), back / backward, each
+    return trace.kernels.total() - backward, backward
+
+
+def _through(layers: nn.ModuleList, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+    for layer in layers:
+        x = run(layer, x)
+    return x.sum()
+
+
+def _run(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
 
 
 class _Block(nn.Module):

@@ -11,6 +11,9 @@ from torch.nn.utils import clip_grad
 
 from leanclip import ops
 from leanclip.distributed import LEDGER, Ranks, Rows
+from leanclip.models import blocks, towers
+from leanclip.ops import attention
+from leanclip.planning.compiled import Compiler
 from leanclip.planning.engine import TracedEngine
 from leanclip.planning.trace import Trace
 
@@ -47,7 +50,8 @@ class PretendedRanks(Ranks):
 
 @contextlib.contextmanager
 def pretending(trace: Trace, *, ranks: int, processors: int) -> Iterator[PretendedRanks]:
-    """Inside, `Ranks.current()` is the first of so many, and 16-bit losses run on the fused kernels' stand-in."""
+    """Inside, `Ranks.current()` is the first of so many, 16-bit losses run on the fused kernels' stand-in, 16-bit
+    attention as on a GPU, and what the towers compile is compiled for the trace."""
     first, engine, real = PretendedRanks(0, ranks, None, trace), TracedEngine(trace, processors), ops.implementation
 
     def implementation(name: str, rows: Tensor) -> tuple[str, ops.Implementation]:
@@ -55,7 +59,13 @@ def pretending(trace: Trace, *, ranks: int, processors: int) -> Iterator[Pretend
             return "triton", engine
         return real("tiled" if name == "auto" else name, rows)
 
+    def in_short_kernel(qkv: Tensor) -> bool:
+        return qkv.dtype in (torch.bfloat16, torch.float16) and qkv.shape[-1] in attention.HEADS
+
     with contextlib.ExitStack() as stack:
+        for module in (blocks, towers):
+            stack.enter_context(_exchanged(module, "compiled", Compiler(trace)))
+        stack.enter_context(_exchanged(attention, "_kernel", in_short_kernel))
         stack.enter_context(_exchanged(Ranks, "current", staticmethod(lambda: first)))
         stack.enter_context(_exchanged(ops, "implementation", implementation))
         # On a GPU, clipping takes all gradients at once.

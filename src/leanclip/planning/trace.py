@@ -26,9 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from leanclip.ops.attention import short_attention, short_attention_backward
 from leanclip.planning.autocast import cuda_autocast
 
 aten = torch.ops.aten
+own = torch.ops.leanclip
+assert short_attention and short_attention_backward  # by their import they are there
 UNTRACED = (
     UnsupportedOperatorException,
     DataDependentOutputException,
@@ -65,6 +68,7 @@ KINDS = {
         "convolution": (aten.convolution,), "convolution backward": (aten.convolution_backward,),
         "norm": NORM, "norm backward": NORM_BACKWARD, "batch norm": BATCH_NORM,
         "batch norm backward": BATCH_NORM_BACKWARD, "pooling": (aten.avg_pool2d,),
+        "short attention": (own.short_attention,), "short attention backward": (own.short_attention_backward,),
         "pooling backward": (aten.avg_pool2d_backward,), "optimizer": OPTIMIZER, "reduction": REDUCTION,
     }.items()
     for packet in packets
@@ -72,8 +76,8 @@ KINDS = {
 
 
 class Kernel(NamedTuple):
-    """One launch. `shape` is (batch, m, n, k) of a product, (batch, heads, length, size) of attention, (channels,)
-    of batch normalisation, else empty."""
+    """One launch. `shape` is (batch, m, n, k) of a product, (batch, heads, length, size) of attention, the same of
+    tiles and their length of our own attention, (channels,) of batch normalisation, else empty."""
 
     kind: str
     phase: str
@@ -104,8 +108,9 @@ class Begun(NamedTuple):
 class Trace(TorchDispatchMode):
     """The kernels, the bytes alive by part, and the parts at the highest total."""
 
-    def __init__(self) -> None:
+    def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__()
+        self.capability = capability
         self.kernels: Counter[Kernel] = Counter()
         self.alive: Counter[str] = Counter()
         self.peak = 0
@@ -192,6 +197,12 @@ class Trace(TorchDispatchMode):
             self.phase, self.part = before
 
     @property
+    def now(self) -> str:
+        """The phase of what is launched: what autograd runs is the backward pass, but for the loss's."""
+        backward = torch._C._current_graph_task_id() != -1
+        return "backward" if backward and self.phase != "loss" else self.phase
+
+    @property
     def total(self) -> int:
         return sum(self.alive.values())
 
@@ -227,17 +238,15 @@ class Trace(TorchDispatchMode):
             elif weight.shape[1] == 3 and stride[-1] == weight.shape[-1]:  # an image cut into patches
                 kind = kind.replace("convolution", "patches")
         first = next((tensor for tensor in given if tensor.is_floating_point()), None)
-        backward = torch._C._current_graph_task_id() != -1
-        phase = "backward" if backward and self.phase != "loss" else self.phase
         if packet is aten._scaled_dot_product_flash_attention_backward:
             self._look(_flash_scratch(*args[1].shape))
         return Kernel(
-            kind, phase, int(flops), sum(map(_bytes, given)) + sum(map(_bytes, made)),
+            kind, self.now, int(flops), sum(map(bytes_of, given)) + sum(map(bytes_of, made)),
             4 if first is None else first.itemsize, _shape(kind, packet, args),
         )  # fmt: skip
 
 
-def _bytes(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
     """What is read or written of it: an expanded tensor's own elements once."""
     size = tensor.itemsize
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -254,6 +263,9 @@ def _shape(kind: str, packet: Any, args: Any) -> tuple[int, ...]:
         return tuple(args[0].shape)
     if kind == "attention backward":
         return tuple(args[1].shape)
+    if kind.startswith("short attention"):
+        (tokens, _, heads, size), (tiles, _, length, block) = args[0].shape, args[-4:]
+        return tokens // length if length else len(tiles) - 1, heads, block, size
     if kind.startswith("batch norm"):
         return (args[0].shape[1],)
     return ()
@@ -268,7 +280,7 @@ def _flash_scratch(batch: int, heads: int, length: int, size: int) -> int:
 @contextlib.contextmanager
 def tracing(capability: tuple[int, int] = (9, 0)) -> Iterator[Trace]:
     """Inside, new tensors are fake and everything that happens to them is noted, as on a GPU of that capability."""
-    trace = Trace()
+    trace = Trace(capability)
     one_thread = torch.autograd.set_multithreading_enabled(False)  # so that the backward pass is traced too
     with cuda_autocast(capability), FakeTensorMode(allow_non_fake_inputs=True), trace, one_thread:
         yield trace

@@ -15,14 +15,17 @@ from leanclip.distributed import LEDGER, Ledger
 from leanclip.distributed.parallel import blocks
 from leanclip.losses import ContrastiveLoss, loss_from_config
 from leanclip.models import TwoTower
+from leanclip.models.text_length import Texts, layout
+from leanclip.ops.attention import Packing
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
+from leanclip.planning.compiled import Compiler
 from leanclip.planning.pretend import pretending
 from leanclip.planning.trace import Begun, Cost, Kernel, Trace, faked, tracing
 from leanclip.training.config import TrainConfig
 from leanclip.training.loss_scale import LossScale
 from leanclip.training.pieces import Pieces
 from leanclip.training.step import training_step
-from leanclip.training.towers import build_towers
+from leanclip.training.towers import build_towers, compiles, records
 
 PARTS = (
     "weights",
@@ -39,6 +42,7 @@ WORKSPACE = 65 << 20  # bytes that cuBLAS keeps, as found on an H200
 # Micro-batches that are traced, without and with gradients. The first ones cast the weights and make the gradients,
 # the second ones stand for all that follow.
 TRACED = {False: 2, True: 2}
+GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly
 HALF = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 
 
@@ -52,6 +56,8 @@ class Predicted:
     trained_bytes: int  # of the weights
     parameters: int  # trained tensors
     parts: int  # micro-batches
+    compiled: bool  # the towers' blocks
+    recorded: bool  # the towers, as CUDA graphs
 
     @property
     def peak(self) -> int:
@@ -66,19 +72,27 @@ def predict_step(
     parts: int = 1,
     capability: tuple[int, int] = (9, 0),
     processors: int = 132,
-    caption_length: int | None = None,
+    caption_length: float | None = None,
     make_loss: Callable[[], ContrastiveLoss] | None = None,
 ) -> Predicted:
     """Trace a step of a resolved configuration on the first of `ranks` GPUs, in `parts` micro-batches.
 
-    `make_loss` puts another loss in the place of the configured one.
+    Captions have `caption_length` tokens on average, or all that the model takes. `make_loss` puts another loss in
+    the place of the configured one.
     """
     batch, precision = config.data.global_batch_size, config.run.precision
     assert batch is not None
     model = build_towers(config, shapes_only=True)
+    cuda = torch.device("cuda")
+    steps = config.run.epochs * max(1, samples // batch)
+    if compiles(config, cuda, min(steps, config.run.max_steps or steps)):
+        model.compile_towers(whole=False)
     LEDGER.clear()
     with tracing(capability) as trace, pretending(trace, ranks=ranks, processors=processors) as first:
         model = faked(model, trace, "weights").train()
+        if model.compiled and not (model.own_image or config.parallel.fsdp):
+            visual = model.clip.visual
+            visual._compiled_call_impl = partial(Compiler(trace)(nn.Module._call_impl), visual)
         with trace.during("other", "state tables"):
             loss = make_loss() if make_loss else loss_from_config(config.run.loss, config.loss, num_samples=samples)
         if precision == "fp64":
@@ -97,6 +111,7 @@ def predict_step(
             optimizer=optimizer,
             batch=batch,
             parts=parts,
+            texts=partial(_packed, model),
             autocast=torch.autocast("cpu", HALF.get(precision or "", torch.bfloat16), enabled=precision in HALF),
             grad_clip_norm=config.optim.grad_clip_norm,
             scale=LossScale.of(precision),
@@ -108,6 +123,8 @@ def predict_step(
         towers.finish()
         trace.settle()
     memory = {part: trace.at_peak.get(part, 0) for part in PARTS} | {"workspace": WORKSPACE}
+    if config.run.ema is not None:
+        memory["weights"] *= 2
     if config.parallel.fsdp and ranks > 1:
         memory = _sharded(memory, model, ranks)
     return Predicted(
@@ -117,6 +134,8 @@ def predict_step(
         trained_bytes=sum(trained),
         parameters=len(trained),
         parts=parts,
+        compiled=model.compiled,
+        recorded=parts == 1 and records(config, model, first, cuda),
     )
 
 
@@ -146,13 +165,8 @@ def _follow(model: TwoTower, loss: ContrastiveLoss, trace: Trace) -> None:
         return run
 
     loss.compute = traced(compute, "loss", "loss")
-    model.encode_image = traced(partial(_plain_images, model), "image tower", "activations")
-    model.encode_text = traced(partial(model.clip.encode_text, normalize=True), "text tower", "activations")
-
-
-def _plain_images(model: TwoTower, images: Tensor) -> Tensor:
-    """open_clip's own code: what our kernels and the compiler make of it is not traced."""
-    return model.clip.encode_image(model.normalised(images), normalize=True)
+    model.encode_image = traced(model.encode_image, "image tower", "activations")
+    model.encode_text = traced(model.encode_text, "text tower", "activations")
 
 
 def _fill_state(optimizer: torch.optim.Optimizer, trace: Trace, *, keep: bool) -> None:
@@ -172,17 +186,41 @@ def _enter(trace: Trace, phase: str) -> None:
     trace.phase = trace.part = phase
 
 
-def _batch(model: TwoTower, share: int, trace: Trace, caption_length: int | None) -> Batch:
+def _batch(model: TwoTower, share: int, trace: Trace, caption_length: float | None) -> Batch:
     """A rank's share: fake pixels; captions and ids stay real, since the step may look at their values."""
     pixels = model.preprocess.size
     height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
     with trace.during("other", "batch"):
         images = torch.empty(share, 3, height, width, dtype=torch.uint8)
     with unset_fake_temporarily():
-        words = 1000 if caption_length is None else max(1, caption_length - 2)
-        row = model.tokenizer([" ".join(["a"] * words)])
+        row = model.tokenizer([""])
         tokens, ids = row.expand(share, -1).contiguous(), torch.arange(share)
-    return Batch(images=images, tokens=tokens, sample_ids=ids)
+        lengths = caption_lengths(share, caption_length, row.shape[1])
+    return Batch(images=images, tokens=tokens, sample_ids=ids, lengths=lengths)
+
+
+def caption_lengths(count: int, mean: float | None, most: int) -> Tensor:
+    """From half to one and a half times the mean, as many of each in any part; without a mean all the longest."""
+    if mean is None or mean >= most:
+        return torch.full((count,), most)
+    spread = torch.arange(count, dtype=torch.float64).mul(GOLDEN).frac()
+    return (mean * (0.5 + spread)).round().long().clamp(2, most)
+
+
+def _packed(model: TwoTower, tokens: Tensor, lengths: Tensor | None) -> Tensor | Texts:
+    """What `model.texts` gives on a GPU, without data."""
+    if model.end_of_text is None:
+        return torch.empty_like(tokens)
+    assert lengths is not None
+    with unset_fake_temporarily():
+        real = Texts.at(tokens, layout(lengths, width=tokens.shape[1], few_sizes=True))
+    packing = real.packing
+    offsets, rows, positions, tiles = map(_like, (packing.offsets, packing.rows, packing.positions, packing.tiles))
+    return Texts(_like(real.tokens), _like(real.ends), Packing(offsets, rows, positions, packing.longest, tiles))
+
+
+def _like(real: Tensor) -> Tensor:
+    return torch.empty(real.shape, dtype=real.dtype)
 
 
 class _Towers(nn.Module):
@@ -196,7 +234,7 @@ class _Towers(nn.Module):
         self.begun: Begun | None = None
         self.like: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, images: Tensor, tokens: Tensor, between: Any = None) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor, tokens: Tensor | Texts, between: Any = None) -> tuple[Tensor, Tensor]:
         trained = torch.is_grad_enabled()
         self.finish(trained)
         self.calls[trained] += 1

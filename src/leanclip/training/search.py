@@ -1,11 +1,14 @@
 """What fits on a GPU, and which way of running a step is the fastest that does: all from traced steps."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from leanclip.planning import Card, Network
 from leanclip.training.config import TrainConfig
 from leanclip.training.predict import Predicted, predict_step
+from leanclip.training.towers import build_towers, depth
 
 USED = 0.92  # of the memory: the allocator needs room to move, CUDA and NCCL take some for themselves
 LITTLE = (512, 128, 32, 8)  # samples of a micro-batch that leaves half of the free memory to the batch
@@ -21,7 +24,7 @@ class Search:
     ranks: int
     capability: tuple[int, int]
     processors: int
-    caption_length: int | None = None
+    caption_length: float | None = None
 
     def __post_init__(self) -> None:
         self.known: dict[int, Predicted] = {}
@@ -96,19 +99,46 @@ def options(
     card: Card,
     network: Network,
     room: int,
-    caption_length: int | None = None,
+    caption_length: float | None = None,
 ) -> Iterator[Option]:
-    """The ways that fit: the whole share at once or in micro-batches, with and without recomputed blocks."""
-    for checkpointing in (True,) if config.parallel.grad_checkpointing else (False, True):
-        tried = replace(config, parallel=replace(config.parallel, grad_checkpointing=checkpointing))
-        search = Search(tried, samples, ranks, card.capability, card.processors, caption_length)
-        micro = min(config.parallel.micro_batch or search.largest(room), search.share)
-        if micro < 1 or search.step(micro).peak > room:
-            continue
-        option = timed(tried, search.step(micro), micro=micro, ranks=ranks, card=card, network=network)
-        yield option
-        if option.predicted.parts == 1:
-            return  # recomputing can only be slower
+    """The ways that fit: the whole share at once, recomputing no more blocks than it must, or in micro-batches."""
+
+    @lru_cache(None, typed=True)  # True is not 1 here
+    def search(recomputed: bool | int) -> Search:
+        tried = replace(config, parallel=replace(config.parallel, grad_checkpointing=recomputed))
+        return Search(tried, samples, ranks, card.capability, card.processors, caption_length)
+
+    def option(found: Search, micro: int) -> Option:
+        return timed(found.config, found.step(micro), micro=micro, ranks=ranks, card=card, network=network)
+
+    given = config.parallel.grad_checkpointing
+    least, all_blocks = search(given), search(True)
+    micro = min(config.parallel.micro_batch or least.largest(room), least.share)
+    if micro >= 1 and least.step(micro).peak <= room:
+        yield option(least, micro)
+    if given or (micro == least.share and least.step(micro).peak <= room):
+        return  # recomputing can only be slower
+    micro = min(config.parallel.micro_batch or all_blocks.largest(room), all_blocks.share)
+    if micro < 1 or all_blocks.step(micro).peak > room:
+        return
+    fewer = _fewest(search, micro, room)
+    yield option(all_blocks if fewer is None else fewer, micro)
+
+
+def _fewest(search: Callable[[bool | int], Search], micro: int, room: int) -> Search | None:
+    """The search with the fewest recomputed blocks that lets a micro-batch fit; None where it takes all of them.
+
+    Each block saves about as much as another.
+    """
+    none, most = search(False), search(True)
+    blocks = depth(build_towers(none.config, shapes_only=True))
+    if blocks is None:
+        return None
+    above, saved = none.step(micro).peak - room, none.step(micro).peak - most.step(micro).peak
+    for number in range(max(1, math.floor(blocks * above / max(1, saved))), blocks):
+        if (found := search(number)).step(micro).peak <= room:
+            return found
+    return None
 
 
 def timed(
@@ -129,7 +159,7 @@ def timed(
         micro=micro,
         predicted=predicted,
         ranks=ranks,
-        compute=card.step(predicted.kernels, predicted.parameters),
+        compute=card.step(predicted),
         communication=loss + gradients,
         exposed=loss + max(last, gradients - hidden),
     )
@@ -139,7 +169,7 @@ SUMMED = ("state", "sums", "batch norm")
 
 
 def largest_batch(
-    config: TrainConfig, *, samples: int, ranks: int, card: Card, room: int, caption_length: int | None = None
+    config: TrainConfig, *, samples: int, ranks: int, card: Card, room: int, caption_length: float | None = None
 ) -> int:
     """The largest global batch, of the data's samples at most, that fits in micro-batches; 0 for none.
 

@@ -29,13 +29,12 @@ from leanclip.training.fit import fitting
 from leanclip.training.loss_scale import LossScale
 from leanclip.training.openclip_checkpoint import OpenClipCheckpoint
 from leanclip.training.pieces import Pieces
-from leanclip.training.recorded import Recorder, worth_recording
+from leanclip.training.recorded import Recorder
 from leanclip.training.resume import AUTO, LATEST, SavedRun, find_saved
 from leanclip.training.state import RunState
-from leanclip.training.towers import build_towers
+from leanclip.training.towers import build_towers, compiles, records
 from leanclip.training.trackers import check_trackers
 
-WORTH_COMPILING = 200  # steps: the first one takes half a minute longer
 SHARDED_OPTIMIZERS = ("adamw", "lamb", "lion", "sgdm")
 
 
@@ -174,14 +173,7 @@ def set_up(config: TrainConfig) -> Job:
     model, loss = (module.to(device, torch.float64 if double else None) for module in (model, loss))
     assert isinstance(model, TwoTower) and isinstance(loss, ContrastiveLoss)
     autocast = autocast_of(run.precision, device)
-    micro = config.parallel.micro_batch or fitting(
-        model,
-        share=ranks.largest_share(batch),
-        batch=batch,
-        ranks=ranks,
-        autocast=autocast,
-        split=config.parallel.fsdp,
-    )
+    micro = config.parallel.micro_batch or fitting(config, samples=len(data.train.source), ranks=ranks, device=device)
     steps = total_steps(config, samples=len(data.train), batch=batch)
     compiled = compiles(config, device, steps)
     if compiled:
@@ -269,22 +261,6 @@ def _over_ranks(
             )
         return model, sharded(model, ranks, device, methods=("encode_image", "encode_text"))
     return model, replicated(model, ranks, device)
-
-
-def compiles(config: TrainConfig, device: torch.device, steps: int) -> bool:
-    wanted = config.parallel.compile
-    return wanted == "on" or (wanted == "auto" and device.type == "cuda" and steps >= WORTH_COMPILING)
-
-
-def records(config: TrainConfig, model: TwoTower, ranks: Ranks, device: torch.device) -> bool:
-    wanted, batch = config.parallel.graph, config.data.global_batch_size
-    assert batch is not None
-    possible = (
-        device.type == "cuda" and ranks.size == 1 and not config.parallel.fsdp and model.end_of_text is not None
-    )
-    if wanted == "on" and not possible:
-        raise UserError("--graph works on one GPU, with a text tower that runs at true length; leave it out")
-    return possible and (wanted == "on" or (wanted == "auto" and worth_recording(model, batch)))
 
 
 def _parts(micro: int, ranks: Ranks, batch: int) -> int:

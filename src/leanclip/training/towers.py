@@ -1,7 +1,15 @@
-"""The model of a run as its configuration wants it trained: what is frozen, recomputed, padded."""
+"""The model of a run as its configuration wants it trained: what is frozen, recomputed, padded, compiled."""
 
+import torch
+
+from leanclip.distributed import Ranks
+from leanclip.errors import UserError
 from leanclip.models import ModelConfig, TwoTower, create_model
+from leanclip.models.text_length import text_tower
 from leanclip.training.config import TrainConfig
+from leanclip.training.recorded import worth_recording
+
+WORTH_COMPILING = 200  # steps: the first one takes half a minute longer
 
 
 def build_towers(config: TrainConfig, start: ModelConfig | None = None, *, shapes_only: bool = False) -> TwoTower:
@@ -21,3 +29,26 @@ def build_towers(config: TrainConfig, start: ModelConfig | None = None, *, shape
     if config.parallel.pad_text:
         model.pad_texts()
     return model
+
+
+def depth(model: TwoTower) -> int | None:
+    """Blocks of the deeper tower, so many can be recomputed; None where it is all or none."""
+    if not model.own_image or model.end_of_text is None:
+        return None
+    return max(len(tower.transformer.resblocks) for tower in (model.clip.visual, text_tower(model.clip)))
+
+
+def compiles(config: TrainConfig, device: torch.device, steps: int) -> bool:
+    wanted = config.parallel.compile
+    return wanted == "on" or (wanted == "auto" and device.type == "cuda" and steps >= WORTH_COMPILING)
+
+
+def records(config: TrainConfig, model: TwoTower, ranks: Ranks, device: torch.device) -> bool:
+    wanted, batch = config.parallel.graph, config.data.global_batch_size
+    assert batch is not None
+    possible = (
+        device.type == "cuda" and ranks.size == 1 and not config.parallel.fsdp and model.end_of_text is not None
+    )
+    if wanted == "on" and not possible:
+        raise UserError("--graph works on one GPU, with a text tower that runs at true length; leave it out")
+    return possible and (wanted == "on" or (wanted == "auto" and worth_recording(model, batch)))
