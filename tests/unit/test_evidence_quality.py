@@ -60,6 +60,7 @@ def test_runs_of_one_seed_see_the_same(emoji):
 
 def test_a_batch_holds_each_images_own_caption(emoji):
     batch = next(runs.batches_of(emoji.train, runs.Run("infonce", 64, 1e-3, 3), torch.device("cpu")))
+    assert batch.lengths is not None
     for image, tokens, length in zip(batch.sample_ids, batch.tokens, batch.lengths, strict=True):
         own = emoji.train.tokens[emoji.train.first[image] : emoji.train.first[image + 1]].long()
         assert (own == tokens).all(1).any()

@@ -1,36 +1,33 @@
 """The training loop: batches in, steps taken, numbers out."""
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from rich.console import Console
 
-from leanclip.data import Batch, BrokenCount, Subset, on_device
+from leanclip.data import Batch, BrokenCount, on_device
 from leanclip.distributed import LEDGER, Traffic, traffic
 from leanclip.errors import UserError
-from leanclip.evaluation import classify, embed, hardest_negatives, retrieval_metrics, retrieval_panel, summary
 from leanclip.optim import scheduled, set_learning_rate
 from leanclip.training.bad_steps import BadSteps, NotFiniteError, Verdict, advice, diagnosis, write_diagnosis
 from leanclip.training.checkpoint import Checkpoints, Position, set_aside, step_directories
+from leanclip.training.evaluation import HeldOutData, write_if_possible
 from leanclip.training.health import HealthCheck
 from leanclip.training.histograms import state_histograms
-from leanclip.training.metrics import MetricsLog, finite, memory, to_host
+from leanclip.training.metrics import MetricsLog, memory, to_host
 from leanclip.training.model_card import model_card
 from leanclip.training.progress import TrainingProgress
 from leanclip.training.resume import LATEST, SavedRun, find_saved, settings
-from leanclip.training.run_directory import CARD_FILE, RunDirectory, environment, write_atomically
+from leanclip.training.run_directory import CARD_FILE, RunDirectory, environment
 from leanclip.training.setup import Job
 from leanclip.training.step import StepResult, training_step
 from leanclip.training.stopping import Stopping
 from leanclip.training.trackers import open_trackers
-
-MANY_SAMPLES = 2000  # decoded in a few seconds
 
 
 @dataclass
@@ -145,6 +142,7 @@ class _Trainer:
         self.went_back_to: Path | None = None
         self.sent: Traffic | None = None
         self.clock = _Clock(time.perf_counter(), before=position.seconds)
+        self.held_out = HeldOutData(job, directory, log, progress.print)
         self.health = HealthCheck(job.config, batch=job.loader.batch)
 
     def start_at(self, position: Position) -> None:
@@ -372,24 +370,12 @@ class _Trainer:
             found["loss_scale"] = self.job.pieces.scale.value
         return found
 
-    def log_state(self) -> None:
-        """How the per-sample numbers are spread; all ranks count together."""
-        found = state_histograms(self.job.loss)
-        if self.log is not None:
-            self.log.histograms(step=self.step, epoch=self.epochs_done, found=found)
-
     def evaluate(self) -> bool:
         """Figures on held-out data, and whether they are the best so far."""
-        job = self.job
         if self.step:
             self.log_state()
-        found: dict[str, float] = {}
-        with nullcontext() if job.ema is None else job.ema.applied():
-            if job.data.val is not None:
-                found |= self.retrieval(job.data.val)
-            if job.zero_shot:
-                found |= self.zero_shot()
-        value = found.get(job.config.run.best_metric)
+        found = self.held_out(self.step, self.epochs_done)
+        value = found.get(self.job.config.run.best_metric)
         best_so_far = None if self.checkpoints.best_lost else self.best
         best = value is not None and self.step > 0 and (best_so_far is None or value > best_so_far)
         self.best = value if best else self.best
@@ -398,58 +384,11 @@ class _Trainer:
             self.clock.lap()
         return best
 
-    def retrieval(self, data: Subset) -> dict[str, float]:
-        """Recall on the held-out data, and pictures of it."""
-        job = self.job
-        embedded = embed(
-            job.model, data, device=job.device, autocast=job.pieces.autocast, workers=self.workers_for(len(data))
-        )
-        metrics = dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text))
+    def log_state(self) -> None:
+        """How the per-sample numbers are spread; all ranks count together."""
+        found = state_histograms(self.job.loss)
         if self.log is not None:
-            self.log_evaluation("val", metrics)
-            panel = {
-                "step": self.step,
-                "set": "val",
-                "images": retrieval_panel(data, embedded),
-                "hardest": hardest_negatives(data, embedded),
-            }
-            self.write(self.directory.panel, json.dumps(finite(panel)))
-        self.progress.print(
-            f"step {self.step}{self.averaged}: held-out recall@10"
-            f" text-to-image {metrics['text_to_image_recall@10']:.1%},"
-            f" image-to-text {metrics['image_to_text_recall@10']:.1%} (chance {metrics['chance@10']:.1%})"
-        )
-        return metrics
-
-    def log_evaluation(self, name: str, metrics: Mapping[str, float]) -> None:
-        if self.log is not None:
-            weights = None if self.job.ema is None else "ema"
-            self.log.evaluation(step=self.step, epoch=self.epochs_done, name=name, metrics=metrics, weights=weights)
-
-    @property
-    def averaged(self) -> str:
-        """What a line about an evaluation must say of the weights."""
-        return "" if self.job.ema is None else ", averaged weights"
-
-    def zero_shot(self) -> dict[str, float]:
-        """Accuracy on the labelled sets, and what was taken for what."""
-        job, metrics, sets = self.job, {}, {}
-        for labelled, prompts in job.zero_shot:
-            found = classify(
-                job.model, labelled, prompts, device=job.device, autocast=job.pieces.autocast,
-                workers=self.workers_for(len(labelled)),
-            )  # fmt: skip
-            metrics |= {f"{found.name}/{name}": value for name, value in found.metrics().items()}
-            sets[found.name] = found.to_json()
-            self.log_evaluation(found.name, found.metrics())
-            self.progress.print(f"step {self.step}{self.averaged}: {summary(found)}")
-        if self.log is not None:
-            self.write(self.directory.zero_shot, json.dumps({"step": self.step, "sets": sets}))
-        return metrics
-
-    def workers_for(self, samples: int) -> int:
-        """Starting processes is worth it for large sets only."""
-        return self.job.config.data.workers if samples > MANY_SAMPLES else 0
+            self.log.histograms(step=self.step, epoch=self.epochs_done, found=found)
 
     def position(self) -> Position:
         full = self.epoch_step == self.job.loader.steps_per_epoch
@@ -465,19 +404,12 @@ class _Trainer:
             broken=dict(self.broken.kinds),
         )
 
-    def write(self, path: Path, text: str) -> None:
-        """A file that is nice to have: without it the run goes on."""
-        try:
-            write_atomically(path, text)
-        except OSError as error:
-            self.progress.print(f"warning: {path.name} was not written ({error.strerror})")
-
     def texts(self) -> dict[str, str]:
         """What lies beside the weights: the model card, which the run gets too, and the configuration."""
         if self.log is None:
             return {}
         card = model_card(self.directory.facts(), self.log.results, step=self.step)
-        self.write(self.directory.card, card)
+        write_if_possible(self.directory.card, card, self.progress.print)
         config = self.directory.config
         return {CARD_FILE: card} | ({config.name: config.read_text()} if config.is_file() else {})
 
