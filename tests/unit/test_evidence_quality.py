@@ -11,6 +11,7 @@ import torch
 EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "evidence"
 sys.path.append(str(EVIDENCE))
 
+import assemble  # noqa: E402
 import batch_size  # noqa: E402
 import components  # noqa: E402
 import photos  # noqa: E402
@@ -94,3 +95,15 @@ def test_every_command_runs(command, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "fastclip-v3" in said and "±" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_says_what_the_files_say():
+    """Figures are not edited by hand, and what was not measured is named."""
+    assert (EVIDENCE.parents[1] / "docs" / "results.md").read_text() == assemble.page()
+
+
+def test_a_missing_table_is_said_to_be_missing(tmp_path):
+    (tmp_path / "quality.md").write_text("| 1 |\n\n![curves](quality_128.svg)\n")
+    found = assemble.page(tmp_path)
+    assert "(../benchmarks/evidence/results/quality_128.svg)" in found
+    assert found.count("Not measured yet") == len(assemble.SECTIONS) - 1
