@@ -1,6 +1,6 @@
 """Puts the findings of all commands here into docs/results.md, in the order of this list.
 
-    python benchmarks/evidence/assemble.py
+python benchmarks/evidence/assemble.py
 """
 
 import re
@@ -12,8 +12,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 INTRODUCTION = """# What was measured
 
 The claims of FastCLIP (arXiv 2407.01445) and DisCo-CLIP (arXiv 2304.08480), on real data and hardware, whatever came
-out. Each section is written by its command from its CSV file, where every row names the version, the hardware, the seed
-and the command. This page is put together by `python benchmarks/evidence/assemble.py`.
+out. Each section is written by its command from its CSV file, where every row names the version, the hardware, the
+seed and the command. This page is put together by `python benchmarks/evidence/assemble.py`.
 """
 SECTIONS = {
     "quality": ("Quality at equal budget", "quality.py", "runs.csv"),
