@@ -4,8 +4,8 @@
     python benchmarks/evidence/batch_size.py --write          # table and plot from the rows there are
     python benchmarks/evidence/batch_size.py --quick          # tries the code, on a CPU too; nothing is kept
 
-The settings that quality.py chose at batch 128, but for the learning rate: three for each batch size. The best on val
-is trained with the seeds of quality.py.
+The settings that quality.py chose at batch 128, but for the learning rate: three for each batch size, which grow with
+its square root. The best on val is trained with the seeds of quality.py.
 """
 
 from dataclasses import replace
@@ -47,14 +47,16 @@ def main() -> None:
     if len(best) < len(LOSSES):
         raise SystemExit("the trials of quality.py are not complete: run it first")
     spaces = {
-        (loss, batch): [replace(best[loss], batch=batch, lr=rate) for rate in quality.RATES[: 1 if quick else None]]
+        (loss, batch): [
+            replace(best[loss], batch=batch, lr=rate) for rate in quality.rates(batch)[: 1 if quick else None]
+        ]
         for batch in ((8, 16) if quick else BATCHES)
         for loss in LOSSES
     }
     chosen, found = asked.search(spaces)
     text = paragraph(chosen, found)
     print(text)
-    (asked.results / "batch_size.md").write_text(text)
+    (asked.results / "batch_size.md").write_text(f"{text}\n![recall by batch size](batch_size.svg)\n")
     series = {
         loss: [
             (batch, 100 * sum(recalls) / len(recalls))

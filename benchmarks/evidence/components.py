@@ -5,8 +5,8 @@
     python benchmarks/evidence/components.py --quick          # tries the code, on a CPU too; nothing is kept
 
 Batch 128. Each variant starts from the settings that quality.py chose for its loss and gets three trials for what it
-changes: the smallest gamma for a schedule, the learning rate for an optimizer; a rule for the temperature's gradient
-changes nothing else. The best on val is trained with the seeds of quality.py.
+changes: the smallest gamma for a schedule, the learning rate for an optimizer, and two, those of quality.py, for a
+gradient of the temperature. The best on val is trained with the seeds of quality.py.
 """
 
 from dataclasses import replace
@@ -18,11 +18,13 @@ from runs import Experiment, Rows, Run, experiment
 
 BATCH = 128
 GAMMAS = (0.2, 0.5, 0.8)
+# Learning rates and weight decay. Lion's authors advise a third to a tenth of AdamW's rate and as much more decay.
+# SGD adds the decay to the gradient, where AdamW's would be all there is.
 OPTIMIZERS = {
-    "adamw": quality.RATES,
-    "lamb": (2e-3, 5e-3, 1e-2),
-    "lion": (5e-5, 1e-4, 2e-4),
-    "sgdm": (0.1, 0.5, 2.0),
+    "adamw": (quality.RATES, 0.1),
+    "lamb": ((2e-3, 5e-3, 1e-2), 0.1),
+    "lion": ((3e-5, 1e-4, 2e-4), 0.5),
+    "sgdm": ((0.03, 0.3, 3.0), 1e-5),
 }
 TITLES = {
     "gamma": "Schedule of gamma",
@@ -53,10 +55,11 @@ def spaces(best: dict[str, Run]) -> dict[tuple[str, str], list[Run]]:
         ("fastclip-v2", "tau_adam", "visits"),
         ("isogclr", "tau_adam", "visits"),
     ):
-        found["gradient", f"{loss}, published"] = [best[loss]]
-        found["gradient", f"{loss}, {other}"] = [changed(best[loss], **{setting: other})]
-    for name, rates in OPTIMIZERS.items():
-        found["optimizer", name] = [replace(best["fastclip-v3"], opt=name, lr=rate) for rate in rates]
+        for form in ("published", other):  # with every rho: theirs need not be the same
+            trials = [changed(best[loss], **choice, **{setting: form}) for choice in quality.CHOICES[loss]]
+            found["gradient", f"{loss}, {form}"] = trials
+    for name, (rates, decay) in OPTIMIZERS.items():
+        found["optimizer", name] = [replace(best["fastclip-v3"], opt=name, lr=rate, wd=decay) for rate in rates]
     return found
 
 
@@ -89,13 +92,14 @@ def paragraph(chosen: dict[tuple[str, str], list[Run]], found: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(asked: Experiment, chosen: dict[tuple[str, str], list[Run]]) -> None:
+def draw(asked: Experiment, chosen: dict[tuple[str, str], list[Run]]) -> bool:
     series = {name: quality.mean_curve(asked, runs) for (kind, name), runs in chosen.items() if kind == "optimizer"}
     if series:
         chart.draw(
             asked.results / "components.svg", series, title="fastclip-v3 by optimizer, Flickr8k test, batch 128",
             x_label="samples seen", y_label="text-to-image recall@10, %",
         )  # fmt: skip
+    return bool(series)
 
 
 def main() -> None:
@@ -111,8 +115,8 @@ def main() -> None:
     chosen, found = asked.search(wanted)
     text = paragraph(chosen, found)
     print(text)
-    (asked.results / "components.md").write_text(text)
-    draw(asked, chosen)
+    plot = "\n![recall by optimizer](components.svg)\n" if draw(asked, chosen) else ""
+    (asked.results / "components.md").write_text(text + plot)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ same crops and captions in the same order, whatever their loss.
 """
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,6 +17,7 @@ import os
 import queue
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +34,7 @@ from leanclip import create_loss
 from leanclip.data import Batch
 from leanclip.data.datasets import BUNDLED
 from leanclip.evaluation import retrieval_metrics
+from leanclip.losses.registry import SPECS
 from leanclip.models import ModelConfig, TwoTower, create_model
 from leanclip.optim import OptimConfig, create_optimizer, set_learning_rate, weight_decay_groups
 from leanclip.optim.schedule import learning_rate
@@ -39,11 +42,16 @@ from leanclip.training.pieces import Pieces
 from leanclip.training.recorded import Recorder, worth_recording
 from leanclip.training.step import training_step
 
-EPOCHS, POINTS = 24, 12  # of a run, and how often it is measured
+EPOCHS, POINTS = 24, 8  # of a run, and how often it is measured
+# What all runs have in common, beside the model; it is part of a run's key, so that a change trains them anew. Adam's
+# epsilon is small, and nothing is clipped, because the losses' gradients differ in size: some carry the factor tau.
+RECIPE = {"warmup": 0.1, "betas": (0.9, 0.98), "eps": 1e-8, "crop": 0.5, "mirror": 0.5}
+LARGE, FEW = 2048, 4  # batches of this size and more train on this many processes at most: they need the memory
+A_RUN = 120.0  # seconds, where no run of that batch size has been timed yet
 FIELDS = (
     "run", "loss", "batch", "opt", "lr", "wd", "hyper", "epochs", "seed", "samples", "best_samples", "val_t2i10",
     "test_t2i10", "test_i2t10", "cifar10", "last_val_t2i10", "last_test_t2i10", "last_test_i2t10", "last_cifar10",
-    "tau", "skipped", "seconds", "beside", *table.PROVENANCE,
+    "tau", "skipped", "seconds", "beside", "recipe", *table.PROVENANCE,
 )  # fmt: skip
 TINY = {
     "embed_dim": 16,
@@ -51,7 +59,7 @@ TINY = {
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
 }
 SEEDS = 5
-CURVE = ("run", "samples", "loss", "tau", "val_t2i10", "test_t2i10", "test_i2t10", "cifar10")
+CURVE = ("run", "samples", "seconds", "loss", "tau", "val_t2i10", "test_t2i10", "test_i2t10", "cifar10")
 
 
 @dataclass(frozen=True)
@@ -64,18 +72,25 @@ class Run:
     seed: int
     hyper: tuple[tuple[str, Any], ...] = ()
     opt: str = "adamw"
-    wd: float = 0.2
+    wd: float = 0.1
     epochs: int = EPOCHS
 
     @property
     def settings(self) -> dict[str, str]:
         """As they stand in the CSV file."""
         own = {name: str(getattr(self, name)) for name in ("loss", "batch", "opt", "lr", "wd", "epochs", "seed")}
-        return own | {"hyper": json.dumps(dict(self.hyper))}
+        defaults = SPECS[self.loss].defaults
+        hyper = {name: value for name, value in sorted(self.hyper) if value != getattr(defaults, name)}
+        return own | {"hyper": json.dumps(hyper)}
 
-    @property
-    def key(self) -> str:
-        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:10]
+    def key(self, recipe: str) -> str:
+        return hashlib.sha256(json.dumps([self.settings, recipe], sort_keys=True).encode()).hexdigest()[:10]
+
+
+def recipe_of(config: Path, steps: int | None) -> str:
+    """A name for what the runs have in common: the recipe, the model, and where they are cut off."""
+    whole = json.dumps([RECIPE, POINTS, json.loads(config.read_text()), steps])
+    return hashlib.sha256(whole.encode()).hexdigest()[:8]
 
 
 @dataclass
@@ -113,37 +128,44 @@ class Place:
         torch.manual_seed(run.seed)
 
 
-def train(run: Run, place: Place, steps: int | None = None) -> Iterator[dict[str, float]]:
-    """Train, and yield the measured points. `steps` ends the run early, for trying."""
+def begin(run: Run, place: Place) -> tuple[Pieces, Iterator[Batch]]:
+    """What a run starts from, and its batches."""
     place.begin(run)
     data, model = place.photos.train, place.model.train()
-    count = len(data.images)
-    per_epoch = max(1, count // run.batch)
-    total = max(1, run.epochs * count // run.batch)
-    loss = create_loss(run.loss, num_samples=count, **dict(run.hyper)).to(place.device)
-    optim = OptimConfig(opt=run.opt, lr=run.lr, wd=run.wd, beta1=0.9, beta2=0.98, eps_opt=1e-6)
+    loss = create_loss(run.loss, num_samples=len(data.images), **dict(run.hyper)).to(place.device)
+    beta1, beta2 = RECIPE["betas"]
+    optim = OptimConfig(opt=run.opt, lr=run.lr, wd=run.wd, beta1=beta1, beta2=beta2, eps_opt=RECIPE["eps"])
     optimizer = create_optimizer(optim, [*weight_decay_groups(model, run.wd), *loss.param_groups()])
     pieces = Pieces(
-        towers=model, loss=loss, optimizer=optimizer, batch=run.batch, autocast=place.autocast, grad_clip_norm=1.0,
+        towers=model, loss=loss, optimizer=optimizer, batch=run.batch, autocast=place.autocast,
         texts=model.texts, recorder=place.recorder,
     )  # fmt: skip
-    batches = batches_of(data, run, place.device)
+    return pieces, batches_of(data, run, place.device)
+
+
+def train(run: Run, place: Place, steps: int | None = None) -> Iterator[dict[str, float]]:
+    """Train, and yield the measured points. `steps` ends the run early, for trying."""
+    pieces, batches = begin(run, place)
+    loss, optimizer, count = pieces.loss, pieces.optimizer, len(place.photos.train.images)
+    per_epoch = max(1, count // run.batch)
+    total = max(1, run.epochs * count // run.batch)
     evaluate_at = {round(total * number / POINTS) for number in range(1, POINTS + 1)}
     skipped, seen = 0, torch.zeros((), device=place.device)
-    last = 0
+    last, seconds, began = 0, 0.0, time.perf_counter()
     for step in range(1, total + 1):
         loss.set_epoch((step - 1) / per_epoch, run.epochs)
-        lr = learning_rate(step - 1, steps=total, warmup=max(1, total // 20), peak=run.lr)
+        lr = learning_rate(step - 1, steps=total, warmup=max(1, round(RECIPE["warmup"] * total)), peak=run.lr)
         set_learning_rate(optimizer, lr, peak=run.lr)
         result = training_step(pieces, next(batches))
         seen += result.loss.nan_to_num()
         skipped += result.skipped
         if step in evaluate_at or step == steps:
-            tau = float(loss.temperature().mean())
-            point = {"step": step, "samples": step * run.batch, "loss": float(seen) / (step - last), "tau": tau}
+            tau, mean_loss = float(loss.temperature().mean()), float(seen) / (step - last)
+            seconds += time.perf_counter() - began
+            point = {"step": step, "samples": step * run.batch, "seconds": seconds, "loss": mean_loss, "tau": tau}
             yield point | {"skipped": skipped} | measured(place)
             seen.zero_()
-            last = step
+            last, began = step, time.perf_counter()
         if step == steps:
             return
 
@@ -155,7 +177,8 @@ def batches_of(data: Captioned, run: Run, device: torch.device) -> Iterator[Batc
     while True:
         order = torch.randperm(len(data.images), generator=host)
         drawn = torch.rand(len(order), generator=host)
-        text = (data.first[order] + drawn * (data.first[order + 1] - data.first[order])).long()
+        first, several = data.first[order], data.first[order + 1] - data.first[order]
+        text = first + (drawn.double() * several).long()  # the product stays below `several`
         there, text_there, lengths = order.to(device), text.to(device), data.lengths[text]
         for start in range(0, len(order) - run.batch + 1, run.batch):
             part = slice(start, start + run.batch)
@@ -171,9 +194,9 @@ def augmented(images: Tensor, crops: torch.Generator) -> Tensor:
     """A square of half of the area or more, half of them mirrored, at full size again."""
     count, device = len(images), images.device
     scale, x, y, mirror = torch.rand(4, count, device=device, generator=crops)
-    scale = (0.5 + 0.5 * scale).sqrt()
+    scale = (RECIPE["crop"] + (1 - RECIPE["crop"]) * scale).sqrt()
     rows = torch.zeros(count, 2, 3, device=device)
-    rows[:, 0, 0] = scale * torch.where(mirror < 0.5, -1.0, 1.0)
+    rows[:, 0, 0] = scale * torch.where(mirror < RECIPE["mirror"], -1.0, 1.0)
     rows[:, 1, 1] = scale
     rows[:, 0, 2], rows[:, 1, 2] = (1 - scale) * (2 * x - 1), (1 - scale) * (2 * y - 1)
     grid = F.affine_grid(rows, list(images.shape), align_corners=False)
@@ -203,7 +226,7 @@ def measured(place: Place) -> dict[str, float]:
     return found
 
 
-def row_of(run: Run, points: list[dict[str, float]], seconds: float, beside: int) -> dict[str, Any]:
+def row_of(run: Run, recipe: str, points: list[dict[str, float]], seconds: float, beside: int) -> dict[str, Any]:
     """What runs.csv says of a run. The weights that count are those of the point that is best on val."""
     best, last = max(points, key=lambda point: point["val_t2i10"]), points[-1]
     names = ("val_t2i10", "test_t2i10", "test_i2t10", "cifar10")
@@ -211,7 +234,8 @@ def row_of(run: Run, points: list[dict[str, float]], seconds: float, beside: int
         f"last_{name}": round(last[name], 5) for name in names
     }
     return run.settings | figures | {
-        "run": run.key, "samples": last["samples"], "best_samples": best["samples"], "tau": round(last["tau"], 5),
+        "run": run.key(recipe), "recipe": recipe, "samples": last["samples"], "best_samples": best["samples"],
+        "tau": round(best["tau"], 5),
         "skipped": last["skipped"], "seconds": round(seconds, 1), "beside": beside,
     }  # fmt: skip
 
@@ -228,61 +252,74 @@ def complete(
 ) -> "Rows":
     """The rows of these runs; those that are not there yet are trained, unless time runs out at `until`.
 
-    `until` is on the clock of `time.time()`: no run begins that would probably not be over by then.
+    `until` is on the clock of `time.time()`: no run begins that would not be over by then, going by those before.
+    A run that fails is told and left out.
     """
-    path = results / "runs.csv"
+    path, recipe = results / "runs.csv", recipe_of(config, steps)
     known = {row["run"]: row for row in table.rows(path)}
-    missing = sorted({run for run in runs if run.key not in known}, key=lambda run: (run.batch, run.key))
-    if missing and time.time() < until:
-        for run, points, seconds in _train_all(missing, photos, min(processes, len(missing)), until, steps, config):
-            row = row_of(run, points, seconds, processes) | table.provenance()
+    by_batch: dict[int, list[Run]] = {}
+    for run in dict.fromkeys(runs):
+        if run.key(recipe) not in known:
+            by_batch.setdefault(run.batch, []).append(run)
+    for batch, missing in sorted(by_batch.items()):
+        side_by_side = min(processes if batch < LARGE else min(processes, FEW), len(missing))
+        timed = [float(row["seconds"]) for row in known.values() if row["batch"] == str(batch)]
+        latest = until - max(timed, default=A_RUN)
+        if time.time() > latest:
+            continue
+        for run, points, seconds in _train_all(missing, photos, side_by_side, latest, steps, config):
+            key = run.key(recipe)
+            for point in points:  # before the row that says that the run is over
+                rounded = {name: round(point[name], 5) for name in CURVE[1:]}
+                table.append(results / "curves.csv", CURVE, {"run": key} | rounded)
+            row = row_of(run, recipe, points, seconds, side_by_side) | table.provenance()
             table.append(path, FIELDS, row)
-            for point in points:
-                curve = {name: round(point[name], 5) for name in CURVE[1:]}
-                table.append(results / "curves.csv", CURVE, {"run": run.key} | curve)
-        known = {row["run"]: row for row in table.rows(path)}
-    return {run: known[run.key] for run in runs if run.key in known}
+    known = {row["run"]: row for row in table.rows(path)}
+    return {run: known[run.key(recipe)] for run in runs if run.key(recipe) in known}
 
 
 Done = tuple[Run, list[dict[str, float]], float]
 
 
 def _train_all(
-    runs: list[Run], photos: Path, processes: int, until: float, steps: int | None, config: Path
+    runs: list[Run], photos: Path, processes: int, latest: float, steps: int | None, config: Path
 ) -> Iterator[Done]:
+    """All runs of one batch size, each as soon as it is over."""
     if processes == 1:
         place = _place(photos, config)
         for run in runs:
+            if time.time() > latest:
+                return
             began = time.time()
             yield run, list(train(run, place, steps)), time.time() - began
         return
     Photos.of(photos)  # decodes them, if nobody has yet
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # of each process: they all compile at the same time
     context = multiprocessing.get_context("spawn")
     waiting, done = context.Queue(), context.Queue()
     for run in runs:
         waiting.put(run)
     workers = [
-        context.Process(target=_work, args=(waiting, done, photos, until, steps, config)) for _ in range(processes)
+        context.Process(target=_work, args=(waiting, done, photos, latest, steps, config)) for _ in range(processes)
     ]
     for worker in workers:
         worker.start()
-    at_work = processes
     with Progress() as progress:
-        bar = progress.add_task("runs", total=len(runs))
-        while at_work:
+        bar = progress.add_task(f"runs of batch {runs[0].batch}", total=len(runs))
+        while True:
             try:
-                found = done.get(timeout=5)
+                found = done.get(timeout=2)
             except queue.Empty:
-                if any(worker.exitcode not in (None, 0) for worker in workers):
-                    for worker in workers:
-                        worker.terminate()
-                    raise RuntimeError("a process of the experiment died; its error stands above") from None
+                if not any(worker.is_alive() for worker in workers):
+                    break
                 continue
-            if found is None:
-                at_work -= 1
+            progress.advance(bar)
+            if isinstance(found, str):
+                progress.console.print(f"failed: {found}", markup=False)
             else:
-                progress.advance(bar)
                 yield found
+    if all(worker.exitcode for worker in workers):
+        raise RuntimeError("every process of the experiment died; their errors stand above")
 
 
 @functools.cache
@@ -291,23 +328,18 @@ def _place(photos: Path, config: Path) -> Place:
     return Place(Photos.of(photos, device), device, config)
 
 
-def _work(waiting: Any, done: Any, photos: Path, until: float, steps: int | None, config: Path) -> None:
-    """Runs one after the other, until there are no more."""
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # the others compile too
+def _work(waiting: Any, done: Any, photos: Path, latest: float, steps: int | None, config: Path) -> None:
+    """Runs one after the other, until there are no more. What goes wrong with one is told; the next one begins."""
     torch.set_num_threads(1)
-    place, longest = _place(photos, config), 0.0
-    while True:
-        try:
-            run = waiting.get(timeout=1)
-        except queue.Empty:
-            break
-        if time.time() + longest > until:
-            break
-        began = time.time()
-        points = list(train(run, place, steps))
-        longest = max(longest, time.time() - began)
-        done.put((run, points, time.time() - began))
-    done.put(None)
+    place = _place(photos, config)
+    with contextlib.suppress(queue.Empty):
+        while time.time() < latest:
+            run, began = waiting.get(timeout=1), time.time()
+            try:
+                done.put((run, list(train(run, place, steps)), time.time() - began))
+            except Exception:
+                done.put(f"{run}\n{traceback.format_exc()}")
+    waiting.cancel_join_thread()
 
 
 def with_seeds(run: Run, seeds: int) -> list[Run]:
@@ -323,7 +355,9 @@ class Experiment:
     """What one command was asked for: where its runs come from and where its findings go."""
 
     finish: Callable[[list[Run]], Rows]
+    place: Callable[[], Place]
     results: Path
+    recipe: str
     seeds: int
     quick: bool
 
@@ -343,8 +377,10 @@ class Experiment:
         return {name: runs for name, runs in chosen.items() if all(run in found for run in runs)}, found
 
     def curve(self, run: Run) -> list[dict[str, float]]:
-        rows = [row for row in table.rows(self.results / "curves.csv") if row["run"] == run.key]
-        return [{name: float(row[name]) for name in CURVE[1:]} for row in rows]
+        """The measured points of a run, each once: one that was broken off has left some of its own."""
+        rows = [row for row in table.rows(self.results / "curves.csv") if row["run"] == run.key(self.recipe)]
+        points = {row["samples"]: {name: float(row[name]) for name in CURVE[1:]} for row in rows}
+        return list(points.values())
 
 
 def experiment(description: str | None) -> Experiment:
@@ -353,6 +389,7 @@ def experiment(description: str | None) -> Experiment:
     parser.add_argument("--photos", type=Path, help="the folder that photos.py made")
     parser.add_argument("--processes", type=int, default=8, help="runs side by side")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run that would be over later")
+    parser.add_argument("--results", type=Path, default=table.RESULTS, help="where rows are, and new ones go")
     parser.add_argument("--write", action="store_true", help="train nothing: table, plot and text of what there is")
     parser.add_argument("--quick", action="store_true", help="emoji, a tiny model, two steps; nothing is kept")
     given = parser.parse_args()
@@ -364,11 +401,13 @@ def experiment(description: str | None) -> Experiment:
         def finish(runs: list[Run]) -> Rows:
             return complete(runs, BUNDLED, results=folder, processes=1, steps=2, config=folder / "tiny.json")
 
-        return Experiment(finish, folder, 2, True)
+        config = folder / "tiny.json"
+        return Experiment(finish, lambda: _place(BUNDLED, config), folder, recipe_of(config, 2), 2, True)
     if given.photos is None and not given.write:
         parser.error("--photos FOLDER is missing; photos.py makes it")
 
     def finish(runs: list[Run]) -> Rows:
-        return complete(runs, given.photos or Path(), processes=given.processes, until=until)
+        return complete(runs, given.photos or Path(), results=given.results, processes=given.processes, until=until)
 
-    return Experiment(finish, table.RESULTS, SEEDS, False)
+    place = functools.partial(_place, given.photos, MODEL)
+    return Experiment(finish, place, given.results, recipe_of(MODEL, None), SEEDS, False)

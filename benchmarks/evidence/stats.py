@@ -2,8 +2,10 @@
 
 import math
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+Name = TypeVar("Name")
 
 
 class Paired(NamedTuple):
@@ -31,6 +33,16 @@ def tail(t: float, freedom: int) -> float:
     step = (high - low) / parts
     weights = [1, *([4, 2] * (parts // 2))[:-1], 1]
     return 2 * scale * step / 3 * sum(w * math.cos(low + i * step) ** (freedom - 1) for i, w in enumerate(weights))
+
+
+def holm(chances: Mapping[Name, float]) -> dict[Name, float]:
+    """The p of several comparisons, each raised for the number of those that are not clearer (Holm 1979)."""
+    found: dict[Name, float] = {}
+    least = 0.0
+    for number, name in enumerate(sorted(chances, key=lambda name: chances[name])):
+        least = max(least, min(1.0, (len(chances) - number) * chances[name]))
+        found[name] = least
+    return found
 
 
 def shown(values: Sequence[float]) -> str:

@@ -2,6 +2,8 @@
 
 import csv
 import datetime
+import functools
+import hashlib
 import os
 import shlex
 import sys
@@ -14,7 +16,7 @@ import torch
 import leanclip
 
 RESULTS = Path(__file__).parent / "results"
-PROVENANCE = ("version", "torch", "device", "date", "command")
+PROVENANCE = ("version", "source", "torch", "device", "date", "command")
 
 
 def append(path: Path, fields: Sequence[str], row: Mapping[str, Any]) -> None:
@@ -43,11 +45,22 @@ def provenance() -> dict[str, str]:
     cuda = torch.cuda.is_available()
     return {
         "version": leanclip.__version__,
+        "source": source(),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores",
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", _shown(sys.argv[0]), *sys.argv[1:]]),
     }
+
+
+@functools.cache
+def source() -> str:
+    """Which state of the package this is, whether or not it comes with its history: the hash of its code."""
+    package = Path(leanclip.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _shown(script: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import photos  # noqa: E402
 import quality  # noqa: E402
 import runs  # noqa: E402
 import stats  # noqa: E402
+import step_time  # noqa: E402
 
 from leanclip.data.datasets import BUNDLED  # noqa: E402
 
@@ -39,10 +41,15 @@ def test_paired_differences_know_their_sign_and_their_chance():
     assert stats.paired([0.1, 0.2], [0.2, 0.1]).p == pytest.approx(1)
 
 
+def test_several_comparisons_share_their_chance():
+    """Holm: the clearest of three counts three times, the next twice, and none is clearer than the one before."""
+    assert stats.holm({"a": 0.04, "b": 0.01, "c": 0.03}) == pytest.approx({"b": 0.03, "c": 0.06, "a": 0.06})
+
+
 def test_every_loss_has_as_many_trials():
     found = quality.spaces()
     assert {len(set(trials)) for trials in found.values()} == {6}
-    assert {loss for loss, _ in found} == set(quality.KNOBS)
+    assert {loss for loss, _ in found} == set(quality.CHOICES)
 
 
 def test_runs_of_one_seed_see_the_same(emoji):
@@ -68,6 +75,47 @@ def test_a_batch_holds_each_images_own_caption(emoji):
         assert tokens[length - 1] == tokens.max() and (tokens[length:] == 0).all()
 
 
+def test_captions_far_back_belong_to_their_images():
+    """Their numbers are too large for a float32 with a fraction."""
+    images, several = 20_000, 5
+    first = torch.arange(images + 1) * several
+    tokens = (torch.arange(images * several) // several).int()[:, None]  # the image's own number
+    data = photos.Captioned(
+        torch.zeros(images, 3, 1, 1, dtype=torch.uint8), tokens, torch.ones(images * several).long(), first
+    )
+    batches = runs.batches_of(data, runs.Run("infonce", images, 1e-3, 1), torch.device("cpu"))
+    for batch in (next(batches), next(batches)):
+        assert batch.tokens[:, 0].equal(batch.sample_ids)
+
+
+def test_what_all_runs_share_is_part_of_their_key(tmp_path, monkeypatch):
+    run, config = runs.Run("infonce", 16, 1e-3, 1), tmp_path / "tiny.json"
+    config.write_text(json.dumps(runs.TINY))
+    keys = {run.key(runs.recipe_of(config, steps)) for steps in (None, 2)}
+    monkeypatch.setitem(runs.RECIPE, "eps", 1e-6)
+    keys.add(run.key(runs.recipe_of(config, None)))
+    config.write_text(json.dumps(runs.TINY | {"embed_dim": 32}))
+    keys.add(run.key(runs.recipe_of(config, None)))
+    assert len(keys) == 4
+    default = replace(run, hyper=(("tau", 0.07),))  # said or not, it is the same run
+    assert default.key("") == run.key("") != replace(run, hyper=(("tau", 0.03),)).key("")
+
+
+def test_no_run_begins_that_would_not_be_over_in_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "_train_all", lambda *_: pytest.fail("trained"))
+    run = runs.Run("infonce", 16, 1e-3, 1)
+    assert runs.complete([run], BUNDLED, results=tmp_path, until=time.time() + runs.A_RUN / 2) == {}
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
+    config = tmp_path / "tiny.json"
+    config.write_text(json.dumps(runs.TINY))
+    good, bad = runs.Run("infonce", 16, 1e-3, 1), runs.Run("infonce", 16, 1e-3, 2, opt="nonsense")
+    found = runs.complete([bad, good], BUNDLED, results=tmp_path, processes=2, steps=1, config=config)
+    assert set(found) == {good}
+
+
 def test_crops_stay_inside_and_keep_their_size():
     images = torch.zeros(64, 3, 64, 64, dtype=torch.uint8)
     images[:, :, :, 32:] = 200  # bright on the right
@@ -87,13 +135,13 @@ def test_a_run_is_trained_once(emoji, tmp_path, monkeypatch):
     assert first[run]["samples"] == "32" and first[run]["seed"] == "1" and first[run]["device"]
 
 
-@pytest.mark.parametrize("command", [quality, components, batch_size])
+@pytest.mark.parametrize("command", [quality, components, batch_size, step_time])
 def test_every_command_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [command.__file__, "--quick"])
     command.main()
     said = capsys.readouterr().out
-    assert "fastclip-v3" in said and "±" in said
+    assert "fastclip-v3" in said and ("±" in said or "ms a step" in said)
     assert list(tmp_path.iterdir()) == []
 
 

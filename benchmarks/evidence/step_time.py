@@ -1,0 +1,56 @@
+"""How long a step of each loss takes, alone on the device: what turns samples seen into GPU seconds.
+
+    python benchmarks/evidence/step_time.py --photos FOLDER   # on an idle GPU, about two minutes
+    python benchmarks/evidence/step_time.py --quick           # tries the code, on a CPU too; nothing is kept
+
+The step is the one of runs.py, for the losses and batch sizes of quality.py, without evaluations: the median over
+stretches of steps that follow a warm-up. Rows go to step_time.csv; those that are there are not measured again.
+"""
+
+import statistics
+import time
+
+import quality
+import table
+import torch
+from runs import Place, Run, begin, experiment
+
+from leanclip.training.step import training_step
+
+FIELDS = ("loss", "batch", "ms", "low_ms", "high_ms", "stretches", *table.PROVENANCE)
+WARM_UP, STRETCH, STRETCHES = 40, 20, 5  # steps, steps, times
+
+
+def measure(run: Run, place: Place, *, quick: bool) -> dict[str, float]:
+    pieces, batches = begin(run, place)
+    pieces.loss.set_epoch(0, run.epochs)
+
+    def stretch(steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            training_step(pieces, next(batches))
+        if place.device.type == "cuda":
+            torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - began) / steps
+
+    stretch(1 if quick else WARM_UP)
+    found = [stretch(1 if quick else STRETCH) for _ in range(2 if quick else STRETCHES)]
+    figures = {"ms": statistics.median(found), "low_ms": min(found), "high_ms": max(found)}
+    return {name: round(value, 4) for name, value in figures.items()} | {"stretches": len(found)}
+
+
+def main() -> None:
+    asked = experiment(__doc__)
+    path = asked.results / "step_time.csv"
+    known = {(row["loss"], int(row["batch"])) for row in table.rows(path)}
+    wanted = sorted(quality.spaces(asked.quick).items(), key=lambda entry: entry[0][1])
+    for (loss, batch), trials in wanted:
+        if (loss, batch) in known:
+            continue
+        found = measure(trials[0], asked.place(), quick=asked.quick)
+        table.append(path, FIELDS, {"loss": loss, "batch": batch} | found | table.provenance())
+        print(f"{loss:<12} batch {batch:>5,}  {found['ms']:.3f} ms a step", flush=True)
+
+
+if __name__ == "__main__":
+    main()
