@@ -23,10 +23,10 @@ def main(kind, folder, choice):
         assert job.until(lambda: (checkpoints / "last").exists()), job.said()
         break_disk(kind, disk)
         assert job.until(lambda: "was not saved" in job.said()), job.said()
-        before = job.lines()
         usable = str((checkpoints / "last").resolve())
         if choice == "go on":
-            assert job.until(lambda: job.lines() >= before + 4)  # further steps, and saves that fail
+            # Further steps, and saves that fail. A full disk need not have room for their lines in metrics.jsonl.
+            assert job.until(lambda: job.said().count("was not saved") >= 3), job.said()
             mend_disk(kind, disk)
         codes = job.wait()
         said = job.said()
