@@ -22,7 +22,12 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         ),
         pytest.param("bench_plan.py", [], ["TFLOP/s", "predicted_gib"], marks=pytest.mark.slow),
         ("bench_data.py", [], ["256 px          leanclip", "open_clip", "cat", "MB/s", "bytes a sample"]),
-        ("bench_losses_on_emoji.py", ["--loss", "siglip", "fastclip-v2"], ["siglip", "fastclip-v2", "chance 5.0%"]),
+        pytest.param(
+            "bench_losses_on_emoji.py",
+            ["--loss", "siglip", "fastclip-v2"],
+            ["siglip", "fastclip-v2", "chance 5.0%"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_benchmark_runs(script, arguments, expected, tmp_path):
