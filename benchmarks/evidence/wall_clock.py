@@ -210,17 +210,17 @@ def trials(arguments: argparse.Namespace) -> list[Trial]:
 
 def measure(arguments: argparse.Namespace, output: Path) -> int:
     pixels = json.loads(arguments.model.read_text())["vision_cfg"]["image_size"]
-    failed = 0
+    failed, began, longest = 0, time.monotonic(), 0.0
     with tempfile.TemporaryDirectory() as name:
         data = prepare(Path(name), arguments, pixels)
         print(f"{data.samples:,} training samples in {len(data.train)} shards", flush=True)
-        began = time.monotonic()
         for trial in trials(arguments):
-            if time.monotonic() - began > arguments.limit:
-                print(f"{trial}: not begun, the limit of {arguments.limit:g} s is over", flush=True)
-                continue
-            if any(matches(row, trial, arguments) for row in table.rows(output)):
+            if any(matches(row, trial, arguments, data) for row in table.rows(output)):
                 print(f"{trial}: already there", flush=True)
+                continue
+            start = time.monotonic()
+            if start + longest - began > arguments.limit:
+                print(f"{trial}: not begun, it would not be over within {arguments.limit:g} s", flush=True)
                 continue
             try:
                 found = run(trial, arguments, data, Path(name))
@@ -228,6 +228,7 @@ def measure(arguments: argparse.Namespace, output: Path) -> int:
                 print(error, file=sys.stderr, flush=True)
                 failed += 1
                 continue
+            longest = max(longest, time.monotonic() - start)
             for row in found:
                 table.append(output, FIELDS, row)
             last = found[-1]
@@ -240,11 +241,11 @@ def measure(arguments: argparse.Namespace, output: Path) -> int:
     return failed
 
 
-def matches(row: dict[str, str], trial: Trial, arguments: argparse.Namespace) -> bool:
-    """Whether a row is the last one of this trial."""
-    same = (row["trainer"], row["loss"], float(row["lr"])) == (trial.trainer, trial.loss, trial.lr)
-    given = (arguments.seed, arguments.batch, arguments.epochs, arguments.epochs)
-    return same and tuple(int(row[name]) for name in ("seed", "batch", "epochs", "epoch")) == given
+def matches(row: dict[str, str], trial: Trial, arguments: argparse.Namespace, data: Data) -> bool:
+    """Whether a row is the last one of this trial: of the same command, on as much data."""
+    command = shown(trial, arguments.model, flags(trial, arguments, data, Path("logs")), data)
+    last = int(row["epoch"]) == arguments.epochs and int(row["samples"]) == data.samples
+    return last and row["trainer"] == trial.trainer and row["trainer_command"] == command
 
 
 @dataclass(frozen=True)
@@ -382,7 +383,9 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--leanclip-compile", choices=("auto", "on", "off"), default="auto", help="auto: its default")
     parser.add_argument("--reuse-caches", action="store_true", help="compile once for each trainer and loss")
-    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no run is begun")
+    parser.add_argument(
+        "--limit", type=float, default=math.inf, help="seconds; no run begins that would be over later"
+    )
     parser.add_argument("--output", type=Path, default=table.RESULTS / "wall_clock.csv")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true", help="no run: the plot and the paragraph from the rows")

@@ -1,5 +1,6 @@
 """The tables of evidence about ranks, traffic and wall clock: each command runs, and its arithmetic is right."""
 
+import argparse
 import importlib
 from pathlib import Path
 
@@ -134,3 +135,21 @@ def test_wall_clock_runs_both_trainers(evidence, tmp_path, capfd, monkeypatch):
     assert "| open_clip infonce | 1 | 0.001 |" in out
     assert "| leanclip infonce | 1 | 0.001 |" in out
     assert list(tmp_path.iterdir()) == []  # a quick run keeps nothing
+
+
+def test_wall_clock_knows_its_rows_by_all_that_was_given(evidence, tmp_path):
+    wall_clock = evidence("wall_clock")
+    given = argparse.Namespace(
+        model=Path("small.json"), batch=8, epochs=2, wd=0.1, workers=1, seed=0, crop=0.9, compile=False,
+        leanclip_compile="auto",
+    )  # fmt: skip
+    data = wall_clock.Data([tmp_path / "train-000.tar"], tmp_path / "val.tar", 100)
+    trial = wall_clock.Trial("leanclip", "infonce", 1e-3)
+    command = wall_clock.shown(trial, given.model, wall_clock.flags(trial, given, data, tmp_path / "logs"), data)
+    row = {"trainer": "leanclip", "epoch": "2", "samples": "100", "trainer_command": command}
+    assert wall_clock.matches(row, trial, given, data)
+    assert not wall_clock.matches(row | {"epoch": "1"}, trial, given, data)
+    assert not wall_clock.matches(row | {"samples": "99"}, trial, given, data)
+    assert not wall_clock.matches(row, wall_clock.Trial("leanclip", "infonce", 2e-3), given, data)
+    given.crop = 0.5
+    assert not wall_clock.matches(row, trial, given, data)
