@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import chart
+import photos
 import table
 import torch
 from PIL import Image
@@ -77,19 +78,10 @@ class Data:
 
 def pairs(patterns: list[str], pixels: int, *, every_caption: bool) -> Iterator[tuple[bytes, str]]:
     """Images, no larger than `pixels`, with one caption each: of several the first, or each in turn."""
-    for path in sorted(path for pattern in patterns for path in glob.glob(pattern)):
-        with tarfile.open(path) as archive:
-            samples: dict[str, dict[str, bytes]] = {}
-            for member in archive:
-                key, _, kind = member.name.partition(".")
-                content = archive.extractfile(member)
-                if content is not None:
-                    samples.setdefault(key, {})[kind] = content.read()
-        for sample in samples.values():
-            captions = json.loads(sample.get("json", b"{}")).get("captions") or [sample["txt"].decode()]
-            image = smaller(sample["jpg"], pixels)
-            for caption in captions if every_caption else captions[:1]:
-                yield image, caption
+    for sample in photos.samples(sorted(Path(path) for pattern in patterns for path in glob.glob(pattern))):
+        captions, image = photos.captions(sample), smaller(sample["jpg"], pixels)
+        for caption in captions if every_caption else captions[:1]:
+            yield image, caption
 
 
 def smaller(jpeg: bytes, pixels: int) -> bytes:
