@@ -469,14 +469,24 @@ def plan(capsys, *flags):
 
 def test_the_command_says_what_to_run(capsys, small):
     flags = ("--model", small, "--gpus", "16", "--gpu", "A10", "--samples", "40K")
-    flags += ("--compile", "off", "--compare", "--network", "25gbe")
+    flags += ("--compile", "off", "--compare", "--network", "25gbe", "--lr", "3e-4", "--ema", "0.99")
     code, out, _ = plan(capsys, *flags, "--global-batch-size", "16384")
     assert code == 0
     for word in ("weights", "state tables", "communication", "usable (92%", "samples/s", "GPU hours", "not hidden"):
         assert word in out
     assert "nominal figures" in out and "DisCo-CLIP" in out and "largest batch:" in out
-    assert f"torchrun --nnodes 2 --nproc-per-node 8 -m leanclip train --model {small}" in out
-    assert "--global-batch-size 16384" in out
+    command = next(line for line in out.splitlines() if line.startswith("run:"))
+    assert "torchrun --nnodes 2 --rdzv-backend c10d" in command
+    assert f"--nproc-per-node 8 -m leanclip train --model {small} --compile off --lr 3e-4 --ema 0.99" in command
+    assert "--global-batch-size 16384" in command and "--micro-batch 1024" in command  # as it was planned
+    assert not any(flag in command for flag in ("--gpus", "--gpu ", "--samples", "--network", "--compare", "25gbe"))
+
+
+def test_a_command_starts_as_many_processes_as_were_planned(capsys, small):
+    flags = ("--model", small, "--gpus", "12", "--gpu", "A10", "--samples", "40K", "--compile", "off")
+    _, out, _ = plan(capsys, *flags, "--global-batch-size", "1200", "--grad-checkpointing", "1")
+    assert "--nnodes 2 " in out and "--nproc-per-node 6 " in out
+    assert out.count("--grad-checkpointing 1") == 1
 
 
 def test_what_does_not_fit_is_said_in_a_line(capsys, small):

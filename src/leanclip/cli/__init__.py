@@ -27,7 +27,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"leanclip: {_rank()}{error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print("leanclip: interrupted", file=sys.stderr)
+        hint = "; the last checkpoint stays, go on with the same --name and --resume auto (SIGTERM saves first)"
+        print(f"leanclip: interrupted{hint if arguments[:1] == ['train'] else ''}", file=sys.stderr)
         sys.exit(130)
 
 

@@ -35,6 +35,9 @@ All flags of `leanclip train` are taken, recipes and TOML files too.
 GIB = 2**30
 UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 PER_HOST = 8
+OWN = (
+    "--gpus", "--gpu", "--gpu-memory", "--samples", "--network", "--caption-length", "--compare", "--no-compare",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +101,11 @@ def run(arguments: list[str]) -> None:
     console.print(*lines(best, card, network.name, samples), sep="\n")
     for other in found[1:]:
         console.print(f"also fits:     {way(other)}: {other.samples_per_second:,.0f} samples/s, {gib(other)} GiB")
-    console.print(f"largest batch: {most:,} in micro-batches")
+    limit = " (no more --samples)" if most > samples - 1024 * command.gpus else ""
+    console.print(f"largest batch: {most:,} in micro-batches{limit}")
     if command.compare:
         console.print(comparison(best, samples))
-    console.print(f"run:           {command_line(best)}")
+    console.print(f"run:           {command_line(best, arguments)}")
     if not config.parallel.pad_text:
         length = f"{command.caption_length:g}"
         console.print(f"(for captions of {length} tokens on average, --caption-length)", style="dim")
@@ -163,6 +167,7 @@ def memory_table(option: Option, card: Card, room: int) -> Table:
     table.add_column("GiB", justify="right")
     for part in PARTS:
         table.add_row(part, f"{option.predicted.memory[part] / GIB:.2f}")
+    table.add_row("next batch", f"{option.predicted.memory['batch'] / GIB:.2f}")
     table.add_section()
     table.add_row("together", gib(option))
     table.add_row(f"usable ({USED:.0%} of {card.memory / GIB:.1f})", f"{room / GIB:.2f}")
@@ -194,14 +199,14 @@ def way(option: Option) -> str:
     config = option.config
     share = -(-batch_of(config) // option.ranks)
     parts = option.predicted.parts
-    size = f"{parts} micro-batches of {-(-share // parts):,}" if parts > 1 else f"all {share:,} samples at once"
+    size = f"{parts} micro-batches of {micro_batch(option):,}" if parts > 1 else f"all {share:,} samples at once"
     recomputed = config.parallel.grad_checkpointing
     number = "all" if recomputed is True else recomputed or "no"
     return f"{size}, {number} blocks{' of each tower' if recomputed is not True and recomputed else ''} recomputed"
 
 
 def gib(option: Option) -> str:
-    return f"{option.predicted.peak / GIB:.2f}"
+    return f"{option.predicted.needed / GIB:.2f}"
 
 
 def comparison(option: Option, samples: int) -> Table:
@@ -231,25 +236,39 @@ def does_not_fit(config: TrainConfig, card: Card, room: int, most: int, gpus: in
     return f"{title(config, gpus)} does not fit into {room / GIB:.1f} GiB of {gpus} x {card.name}; {advice}"
 
 
-def command_line(option: Option) -> str:
+def command_line(option: Option, given: list[str]) -> str:
+    """What to type: the flags that the plan was asked with, and what it chose."""
     config, gpus = option.config, option.ranks
     start = ["leanclip"]
     if gpus > 1:
-        hosts = -(-gpus // PER_HOST)
-        nodes = ["--nnodes", str(hosts)] if hosts > 1 else []
-        start = ["torchrun", *nodes, "--nproc-per-node", str(min(gpus, PER_HOST)), "-m", "leanclip"]
-    flags = [
-        "--model", str(config.model.model), "--loss", config.run.loss, "--precision", str(config.run.precision),
-        "--global-batch-size", str(config.data.global_batch_size), "--epochs", str(config.run.epochs),
-    ]  # fmt: skip
-    if option.predicted.parts > 1:
-        flags += ["--micro-batch", str(option.micro)]
-    parallel = config.parallel
-    if recomputed := parallel.grad_checkpointing:
+        each = max(size for size in range(1, min(gpus, PER_HOST) + 1) if gpus % size == 0)
+        nodes = ["--nnodes", str(gpus // each), "--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST_HOST:29500"]
+        start = ["torchrun", *(nodes if gpus > each else []), "--nproc-per-node", str(each), "-m", "leanclip"]
+    flags = kept(given)
+    asked = {flag.split("=")[0] for flag in flags}
+    for name, value in (("--model", config.model.model), ("--loss", config.run.loss)):
+        flags += [] if name in asked or {"--recipe", "--config"} & asked else [name, str(value)]
+    if not {"--global-batch-size", "--batch-size", "--recipe", "--config"} & asked:
+        flags += ["--global-batch-size", str(batch_of(config))]
+    flags += ["--micro-batch", str(micro_batch(option))]
+    if recomputed := config.parallel.grad_checkpointing:
         flags += ["--grad-checkpointing", *([] if recomputed is True else [str(recomputed)])]
-    for name in ("compile", "graph"):
-        value = getattr(parallel, name)
-        flags += [] if value == "auto" else [f"--{name}", value]
-    flags += ["--pad-text"] if parallel.pad_text else []
-    flags += ["--fsdp"] if parallel.fsdp else []
-    return f"{shlex.join([*start, 'train', *flags])} --train-data ..."
+    data = "" if "--train-data" in asked else " --train-data ..."
+    return shlex.join([*start, "train", *flags]) + data
+
+
+def kept(given: list[str]) -> list[str]:
+    """The flags of training among those of a plan, without the two that a plan decides."""
+    found: list[str] = []
+    dropped = False
+    for word in given:
+        if word.startswith("--"):
+            dropped = word.split("=")[0].replace("_", "-") in (*OWN, "--micro-batch", "--grad-checkpointing")
+        if not dropped:
+            found.append(word)
+    return found
+
+
+def micro_batch(option: Option) -> int:
+    share = -(-batch_of(option.config) // option.ranks)
+    return -(-share // option.predicted.parts)

@@ -63,6 +63,11 @@ class Predicted:
     def peak(self) -> int:
         return sum(self.memory.values())
 
+    @property
+    def needed(self) -> int:
+        """In a run: the next batch lies on the device already."""
+        return self.peak + self.memory["batch"]
+
 
 def predict_step(
     config: TrainConfig,
@@ -261,7 +266,7 @@ class _Towers(nn.Module):
 
 
 def _sharded(memory: dict[str, int], model: TwoTower, ranks: int) -> dict[str, int]:
-    """FSDP2: a rank's part of weights, gradients and optimizer state, and two whole blocks in use."""
+    """FSDP2: a rank's part of weights, gradients and optimizer state, and three whole blocks in use."""
     sizes = [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks(model)]
     largest = max(sizes, default=memory["weights"])
     split = {part: -(-memory[part] // ranks) for part in ("weights", "gradients", "optimizer")}

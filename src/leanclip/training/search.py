@@ -113,6 +113,7 @@ def options(
 
     given = config.parallel.grad_checkpointing
     least, all_blocks = search(given), search(True)
+    room -= least.step(least.share).memory["batch"]  # the next one lies on the device already
     micro = min(config.parallel.micro_batch or least.largest(room), least.share)
     if micro >= 1 and least.step(micro).peak <= room:
         yield option(least, micro)
@@ -186,7 +187,7 @@ def largest_batch(
     unit = 1024
     sizes = (config.parallel.micro_batch,) if config.parallel.micro_batch else LITTLE
     micro, first = sizes[-1], step(unit, sizes[-1])
-    if first.peak > room:
+    if first.needed > room:
         return 0
     for size in sizes[:-1]:
         tried = step(unit, size)
@@ -194,12 +195,12 @@ def largest_batch(
         if activations <= (room - tried.peak + activations) / 2:
             micro, first = size, tried
             break
-    each = (step(4 * unit, micro).peak - first.peak) / (3 * unit)
-    share = unit + int((room - first.peak) / max(1.0, each))
+    each = (step(4 * unit, micro).needed - first.needed) / (3 * unit)
+    share = unit + int((room - first.needed) / max(1.0, each))
     share = min(share, max(samples // ranks, unit))  # no batch is larger than the data
     while share > unit:
         share -= share % unit
-        found = step(share, micro).peak
+        found = step(share, micro).needed
         if found <= room:
             break
         share = min(share - unit, int(share * room / found))
