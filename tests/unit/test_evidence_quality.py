@@ -6,22 +6,20 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import assemble
+import batch_size
+import components
+import photos
 import pytest
+import quality
+import runs
+import stats
+import step_time
 import torch
 
+from leanclip.data.datasets import BUNDLED
+
 EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "evidence"
-sys.path.append(str(EVIDENCE))
-
-import assemble  # noqa: E402
-import batch_size  # noqa: E402
-import components  # noqa: E402
-import photos  # noqa: E402
-import quality  # noqa: E402
-import runs  # noqa: E402
-import stats  # noqa: E402
-import step_time  # noqa: E402
-
-from leanclip.data.datasets import BUNDLED  # noqa: E402
 
 
 @pytest.fixture(scope="module")

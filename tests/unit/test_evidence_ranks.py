@@ -1,23 +1,18 @@
 """The tables of evidence about ranks, traffic and wall clock: each command runs, and its arithmetic is right."""
 
 import argparse
-import importlib
 from pathlib import Path
 
+import communication
+import loss_over_ranks
 import pytest
+import table
 import torch
-
-EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "evidence"
-
-
-@pytest.fixture
-def evidence(monkeypatch):
-    monkeypatch.syspath_prepend(str(EVIDENCE))
-    return importlib.import_module
+import wall_clock
 
 
-def test_rows_are_appended_whole(evidence, tmp_path):
-    table, path = evidence("table"), tmp_path / "rows.csv"
+def test_rows_are_appended_whole(tmp_path):
+    path = tmp_path / "rows.csv"
     assert table.rows(path) == []
     table.append(path, ("a", "b"), {"b": 2, "a": "x, y"})
     table.append(path, ("a", "b"), {"a": 3, "b": None})
@@ -27,9 +22,9 @@ def test_rows_are_appended_whole(evidence, tmp_path):
     assert set(table.provenance()) == set(table.PROVENANCE)
 
 
-def test_one_rank_of_many_has_the_same_loss_with_everybody(evidence, tmp_path, capsys, monkeypatch):
+def test_one_rank_of_many_has_the_same_loss_with_everybody(tmp_path, capsys, monkeypatch):
     """What a rank alone gathers is its own part N times, so every way to divide the batch must give one number."""
-    command, table = evidence("loss_over_ranks"), evidence("table")
+    command = loss_over_ranks
     kept, append = [], table.append
     monkeypatch.setattr(table, "append", lambda *given: kept.append(given[2]) or append(*given))
     assert command.main(["--quick"]) == 0
@@ -42,8 +37,8 @@ def test_one_rank_of_many_has_the_same_loss_with_everybody(evidence, tmp_path, c
         assert list(found.values()) == pytest.approx([found["undivided"]] * len(found), rel=1e-5)
 
 
-def test_cells_that_are_there_are_not_measured_again(evidence, tmp_path):
-    command, table = evidence("loss_over_ranks"), evidence("table")
+def test_cells_that_are_there_are_not_measured_again(tmp_path):
+    command = loss_over_ranks
     given = ["--batches", "64", "--ranks", "1", "--dim", "16", "--providers", "disco", "undivided", "--repeats", "1"]
     output = tmp_path / "cells.csv"
     for _ in range(2):
@@ -51,14 +46,14 @@ def test_cells_that_are_there_are_not_measured_again(evidence, tmp_path):
         assert [row["status"] for row in table.rows(output)] == ["measured"]
 
 
-def test_a_cell_beyond_the_cap_is_said_to_be_beyond(evidence):
-    row = evidence("loss_over_ranks").cell("inf_cl", 2**20, 1, 512, 20.0, 1, "cpu")
+def test_a_cell_beyond_the_cap_is_said_to_be_beyond():
+    row = loss_over_ranks.cell("inf_cl", 2**20, 1, 512, 20.0, 1, "cpu")
     assert row["status"] == "not run"
     assert row["predicted_ms"] / 1e3 == pytest.approx(42 * 8 * 2**40 * 512 / 769e12, rel=1e-3)
 
 
-def test_what_does_not_fit_is_said_in_the_tables(evidence, tmp_path, capsys):
-    command, table = evidence("loss_over_ranks"), evidence("table")
+def test_what_does_not_fit_is_said_in_the_tables(tmp_path, capsys):
+    command = loss_over_ranks
     output, empty = tmp_path / "cells.csv", dict.fromkeys(command.FIELDS, "")
     for given in (
         {"provider": "leanclip infonce", "status": "measured", "ms": 12.34, "extra_gib": 0.5},
@@ -74,15 +69,15 @@ def test_what_does_not_fit_is_said_in_the_tables(evidence, tmp_path, capsys):
     assert "| 8,192 | 8 | 12.3 | out of memory | 2,345.6 | 10.0 | not run (about 31 s) |" in out
 
 
-def test_traffic_is_counted_and_the_gradients_agree(evidence, capsys):
-    assert evidence("communication").main(["--quick"]) == 0
+def test_traffic_is_counted_and_the_gradients_agree(capsys):
+    assert communication.main(["--quick"]) == 0
     out = capsys.readouterr().out
     assert "2 processes: gradients of leanclip infonce differ" in out
     assert "leanclip fastclip-v3  N=2   b=16    float32   gloo  4 collectives" in out
 
 
-def test_traffic_of_a_ring(evidence):
-    command = evidence("communication")
+def test_traffic_of_a_ring():
+    command = communication
     batch, dim = 8 * 512, 512
     rows = {}
     for name in ("undivided", "local", "disco"):
@@ -93,7 +88,7 @@ def test_traffic_of_a_ring(evidence):
     assert rows["disco"]["25gbe_ms"] == pytest.approx(3 * rows["undivided"]["25gbe_ms"], rel=1e-3)
 
 
-def rows_of(wall_clock, trainer, lr, seconds, recalls):
+def rows_of(trainer, lr, seconds, recalls):
     empty = dict.fromkeys(wall_clock.FIELDS, "")
     return [
         empty | {
@@ -106,14 +101,13 @@ def rows_of(wall_clock, trainer, lr, seconds, recalls):
     ]  # fmt: skip
 
 
-def test_wall_clock_compares_the_best_runs_at_the_first_epoch_that_suffices(evidence, tmp_path, capsys):
-    wall_clock, table = evidence("wall_clock"), evidence("table")
+def test_wall_clock_compares_the_best_runs_at_the_first_epoch_that_suffices(tmp_path, capsys):
     output = tmp_path / "wall_clock.csv"
     for row in [
-        *rows_of(wall_clock, "open_clip", 1e-3, [40, 50, 60, 70], [0.1, 0.31, 0.4, 0.3]),  # best; there at epoch 2
-        *rows_of(wall_clock, "open_clip", 2e-3, [25, 35, 45, 55], [0.1, 0.2, 0.2, 0.2]),
-        *rows_of(wall_clock, "leanclip", 1e-3, [16, 20, 24, 28], [0.3, 0.3, 0.3, 0.2]),  # sooner, but not its best
-        *rows_of(wall_clock, "leanclip", 2e-3, [10, 14, 18, 22], [0.1, 0.2, 0.35, 0.4]),  # 6 s compiled for it before
+        *rows_of("open_clip", 1e-3, [40, 50, 60, 70], [0.1, 0.31, 0.4, 0.3]),  # best; there at epoch 2
+        *rows_of("open_clip", 2e-3, [25, 35, 45, 55], [0.1, 0.2, 0.2, 0.2]),
+        *rows_of("leanclip", 1e-3, [16, 20, 24, 28], [0.3, 0.3, 0.3, 0.2]),  # sooner, but not its best
+        *rows_of("leanclip", 2e-3, [10, 14, 18, 22], [0.1, 0.2, 0.35, 0.4]),  # 6 s compiled for it before
     ]:
         table.append(output, wall_clock.FIELDS, row)
     assert wall_clock.main(["--write", "--output", str(output)]) == 0
@@ -126,10 +120,10 @@ def test_wall_clock_compares_the_best_runs_at_the_first_epoch_that_suffices(evid
     assert output.with_suffix(".svg").read_text().startswith("<svg")
 
 
-def test_wall_clock_runs_both_trainers(evidence, tmp_path, capfd, monkeypatch):
+def test_wall_clock_runs_both_trainers(tmp_path, capfd, monkeypatch):
     pytest.importorskip("webdataset")
     monkeypatch.chdir(tmp_path)
-    failed = evidence("wall_clock").main(["--quick"])
+    failed = wall_clock.main(["--quick"])
     out, complaints = capfd.readouterr()
     assert failed == 0, complaints[-3000:]
     assert "| open_clip infonce | 1 | 0.001 |" in out
@@ -137,8 +131,7 @@ def test_wall_clock_runs_both_trainers(evidence, tmp_path, capfd, monkeypatch):
     assert list(tmp_path.iterdir()) == []  # a quick run keeps nothing
 
 
-def test_wall_clock_knows_its_rows_by_all_that_was_given(evidence, tmp_path):
-    wall_clock = evidence("wall_clock")
+def test_wall_clock_knows_its_rows_by_all_that_was_given(tmp_path):
     given = argparse.Namespace(
         model=Path("small.json"), batch=8, epochs=2, wd=0.1, workers=1, seed=0, crop=0.9, compile=False,
         leanclip_compile="auto",

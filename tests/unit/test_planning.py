@@ -263,13 +263,14 @@ def test_the_largest_micro_batch_that_fits(small):
     config = config_of(small, 2000)
     search = Search(config, 1000, 2, (9, 0), 132)
     found = search.step(1000)
-    whole = found.peak
-    assert search.largest(whole) == 1000
+    whole = found.needed
+    assert whole == found.peak + 1000 * 3 * 64 * 64  # the next batch's pixels lie there already
+    assert search.largest(whole) == 1000 > search.largest(whole - 1)
     room = whole - found.memory["activations"] * 2 // 3
     micro = search.largest(room)
     assert 8 <= micro < 1000 and micro % 8 == 0
-    assert search.step(micro).peak <= room
-    assert search.step(2 * micro).peak > room
+    assert search.step(micro).needed <= room
+    assert search.step(2 * micro).needed > room
     assert search.largest(whole // 1000) == 0
 
 
@@ -283,7 +284,7 @@ def test_the_fastest_way_that_fits_and_the_largest_batch(small):
     room = free[0].predicted.peak // 2
     tight = list(options(config, room=room, network=network, **asked))
     assert [bool(option.config.parallel.grad_checkpointing) for option in tight] == [False, True]
-    assert all(option.predicted.peak <= room for option in tight)
+    assert all(option.predicted.needed <= room for option in tight)
     assert min(option.seconds for option in tight) > free[0].seconds
     assert all(option.exposed <= option.communication and option.exposed > 0 for option in tight)
     most = largest_batch(config_of(small, 4096, micro_batch=512), room=8 * GIB, **asked)
@@ -424,7 +425,7 @@ def test_the_micro_batch_of_the_trainer(monkeypatch, small):
     asked: dict[str, Any] = {"samples": 1000, "ranks": one, "device": torch.device("cuda")}
     micro = fitting(config, **asked)
     assert 8 <= micro < 512 and micro % 8 == 0
-    assert predict_step(config, samples=1000, parts=-(-512 // micro)).peak < free + whole.memory["weights"]
+    assert predict_step(config, samples=1000, parts=-(-512 // micro)).needed < free + whole.memory["weights"]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     with pytest.raises(UserError, match="not one sample fits"):
         fitting(config, **asked)

@@ -26,7 +26,7 @@ def fitting(config: TrainConfig, *, samples: int, ranks: Ranks, device: torch.de
     capability = properties.major, properties.minor
     search = Search(config, samples, ranks.size, capability, properties.multi_processor_count)
     try:
-        micro = search.largest(room - search.step(share).memory["batch"])
+        micro = search.largest(room)
     except UNTRACED:
         micro = share
     micro = min(ranks.everyones(micro))

@@ -49,23 +49,23 @@ class Search:
         return self.known[parts]
 
     def largest(self, room: int) -> int:
-        """The largest micro-batch whose peak stays within `room` bytes, in whole eights where there are; 0 for none.
+        """The largest micro-batch that needs no more than `room` bytes, in whole eights where there are; 0 for none.
 
         The whole share's trace says what a sample needs; the guess that follows from it is traced, and lowered until
         it fits.
         """
         whole = self.step(self.share)
-        if whole.peak <= room:
+        if whole.needed <= room:
             return self.share
         activations = whole.memory["activations"]
-        fixed = whole.peak - activations - whole.memory["gradients"] + whole.trained_bytes
+        fixed = whole.needed - activations - whole.memory["gradients"] + whole.trained_bytes
         micro = min(self.share - 1, int((room - fixed) / max(1.0, activations / self.share)))
         while micro >= 1:
             micro = micro if micro < 8 else micro - micro % 8
-            peak = self.step(micro).peak
-            if peak <= room:
+            needed = self.step(micro).needed
+            if needed <= room:
                 return micro
-            micro = min(micro - 1, int(micro * max(0.0, room - fixed) / (peak - fixed)))
+            micro = min(micro - 1, int(micro * max(0.0, room - fixed) / (needed - fixed)))
         return 0
 
 
@@ -113,14 +113,13 @@ def options(
 
     given = config.parallel.grad_checkpointing
     least, all_blocks = search(given), search(True)
-    room -= least.step(least.share).memory["batch"]  # the next one lies on the device already
     micro = min(config.parallel.micro_batch or least.largest(room), least.share)
-    if micro >= 1 and least.step(micro).peak <= room:
+    if micro >= 1 and least.step(micro).needed <= room:
         yield option(least, micro)
-    if given or (micro == least.share and least.step(micro).peak <= room):
+    if given or (micro == least.share and least.step(micro).needed <= room):
         return  # recomputing can only be slower
     micro = min(config.parallel.micro_batch or all_blocks.largest(room), all_blocks.share)
-    if micro < 1 or all_blocks.step(micro).peak > room:
+    if micro < 1 or all_blocks.step(micro).needed > room:
         return
     fewer = _fewest(search, micro, room)
     yield option(all_blocks if fewer is None else fewer, micro)
@@ -135,9 +134,10 @@ def _fewest(search: Callable[[bool | int], Search], micro: int, room: int) -> Se
     blocks = depth(build_towers(none.config, shapes_only=True))
     if blocks is None:
         return None
-    above, saved = none.step(micro).peak - room, none.step(micro).peak - most.step(micro).peak
+    above = none.step(micro).needed - room
+    saved = none.step(micro).peak - most.step(micro).peak
     for number in range(max(1, math.floor(blocks * above / max(1, saved))), blocks):
-        if (found := search(number)).step(micro).peak <= room:
+        if (found := search(number)).step(micro).needed <= room:
             return found
     return None
 
