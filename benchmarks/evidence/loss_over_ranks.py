@@ -134,7 +134,7 @@ def cell(provider: str, batch: int, ranks: int, dim: int, cap: float, repeats: i
         return row | {"status": "not run"}  # the others are out of memory long before
     step = None
     try:
-        with losses_of_others.world(ranks):
+        with losses_of_others.world(ranks, always=provider == "inf_cl"):  # which sums the scale's gradient even alone
             step = step_of(provider, batch, ranks, dim, device)
             return row | measure(step, predicted, repeats, device) | {"status": "measured"}
     except torch.cuda.OutOfMemoryError:
@@ -193,6 +193,47 @@ def shown(row: dict[str, str] | None, what: str) -> str:
     return f"{extra:,.2f}" + (f" (> {over[-1]})" if over else "")
 
 
+def verdicts(cells: dict[tuple[str, int, int], dict[str, str]]) -> list[str]:
+    """What became of DisCo-CLIP's claim, and who is ahead where, each from its largest comparable cell."""
+
+    def largest(*providers: str) -> tuple[int, int, list[float], list[float]] | None:
+        """Where all of them were measured on several ranks: the batch, the ranks, GiB and milliseconds."""
+        both = [
+            (batch, -ranks, ranks)
+            for provider, batch, ranks in cells
+            if provider == providers[0] and ranks > 1
+            and all(cells.get((p, batch, ranks), {}).get("extra_gib") for p in providers)
+        ]  # fmt: skip
+        if not both:
+            return None
+        batch, _, ranks = max(both)
+        found = [cells[provider, batch, ranks] for provider in providers]
+        return batch, ranks, [float(row["extra_gib"]) for row in found], [float(row["ms"]) for row in found]
+
+    lines = []
+    if found := largest("disco", "undivided"):
+        batch, ranks, (split, undivided), _ = found
+        held = "holds" if undivided / split > 0.9 * ranks else "does not hold"
+        lines.append(
+            f"DisCo-CLIP's claim of O(B²/N) {held}: at {batch:,} on {ranks} ranks its split needs {split:.2f} GiB where"
+            f" the undivided loss needs {undivided:.2f}, {undivided / split:.1f} times as much."
+        )
+    if found := largest("disco", "local"):
+        batch, ranks, (split, local), (split_ms, local_ms) = found
+        lines.append(
+            f"open_clip's local loss needs as much as that split ({local:.2f} and {split:.2f} GiB, {local_ms:.1f} and"
+            f" {split_ms:.1f} ms at {batch:,} on {ranks}): they differ in what they send."
+        )
+    for other in ("disco", "inf_cl"):
+        if found := largest("leanclip infonce", other):
+            batch, ranks, (own, theirs), (own_ms, theirs_ms) = found
+            lines.append(
+                f"Beside {NAMES.get(other, other)} at {batch:,} on {ranks}: leanclip {own:.2f} GiB and {own_ms:,.1f} ms,"
+                f" the other {theirs:.2f} GiB and {theirs_ms:,.1f} ms."
+            )
+    return [" ".join(lines), ""] if lines else []
+
+
 def write(output: Path) -> None:
     """Two tables and a plot beside the rows."""
     rows = table.rows(output)
@@ -208,6 +249,7 @@ def write(output: Path) -> None:
         " the model. Losses of others under autocast, as in their trainers.",
         "",
     ]  # fmt: skip
+    text += verdicts(cells)
     for what, title in (("extra_gib", "Peak extra memory, GiB"), ("ms", "Milliseconds")):
         text += [f"**{title}**", "", "| B | N | " + " | ".join(NAMES.get(name, name) for name in providers) + " |"]
         text.append("|---|---|" + "---|" * len(providers))

@@ -72,6 +72,13 @@ class Captioned:
     def image_of_text(self) -> Tensor:
         return torch.repeat_interleave(torch.arange(len(self.images)), self.first.diff())
 
+    def last(self, count: int) -> "Captioned":
+        """The last images, with their captions."""
+        count = min(count, len(self.images))
+        first = self.first[-count - 1 :]
+        begin = int(first[0])
+        return Captioned(self.images[-count:], self.tokens[begin:], self.lengths[begin:], first - begin)
+
 
 @dataclass(frozen=True)
 class Photos:

@@ -52,6 +52,20 @@ def test_a_cell_beyond_the_cap_is_said_to_be_beyond():
     assert row["predicted_ms"] / 1e3 == pytest.approx(42 * 8 * 2**40 * 512 / 769e12, rel=1e-3)
 
 
+@pytest.mark.parametrize(("split", "said"), [(8.1, "holds"), (16.2, "does not hold")])
+def test_what_became_of_the_claim_is_said(split, said, tmp_path, capsys):
+    command = loss_over_ranks
+    output, empty = tmp_path / "cells.csv", dict.fromkeys(command.FIELDS, "")
+    for provider, extra in (("undivided", 64.0), ("disco", split), ("leanclip infonce", 0.5)):
+        given = {"provider": provider, "batch": 65536, "ranks": 8, "status": "measured", "ms": 9.0, "extra_gib": extra}
+        table.append(output, command.FIELDS, empty | given)
+    assert command.main(["--write", "--output", str(output)]) == 0
+    text = output.with_suffix(".md").read_text()
+    assert f"O(B²/N) {said}: at 65,536 on 8 ranks" in text
+    assert f"leanclip 0.50 GiB and 9.0 ms, the other {split:.2f} GiB" in text
+    assert "local loss needs" not in text
+
+
 def test_what_does_not_fit_is_said_in_the_tables(tmp_path, capsys):
     command = loss_over_ranks
     output, empty = tmp_path / "cells.csv", dict.fromkeys(command.FIELDS, "")
