@@ -215,8 +215,8 @@ def verdicts(cells: dict[tuple[str, int, int], dict[str, str]]) -> list[str]:
         batch, ranks, (split, undivided), _ = found
         held = "holds" if undivided / split > 0.9 * ranks else "does not hold"
         lines.append(
-            f"DisCo-CLIP's claim of O(B²/N) {held}: at {batch:,} on {ranks} ranks its split needs {split:.2f} GiB where"
-            f" the undivided loss needs {undivided:.2f}, {undivided / split:.1f} times as much."
+            f"DisCo-CLIP's claim of O(B²/N) {held}: at {batch:,} on {ranks} ranks its split needs {split:.2f} GiB"
+            f" where the undivided loss needs {undivided:.2f}, {undivided / split:.1f} times as much."
         )
     if found := largest("disco", "local"):
         batch, ranks, (split, local), (split_ms, local_ms) = found
@@ -228,8 +228,8 @@ def verdicts(cells: dict[tuple[str, int, int], dict[str, str]]) -> list[str]:
         if found := largest("leanclip infonce", other):
             batch, ranks, (own, theirs), (own_ms, theirs_ms) = found
             lines.append(
-                f"Beside {NAMES.get(other, other)} at {batch:,} on {ranks}: leanclip {own:.2f} GiB and {own_ms:,.1f} ms,"
-                f" the other {theirs:.2f} GiB and {theirs_ms:,.1f} ms."
+                f"Beside {NAMES.get(other, other)} at {batch:,} on {ranks}: leanclip {own:.2f} GiB and"
+                f" {own_ms:,.1f} ms, the other {theirs:.2f} GiB and {theirs_ms:,.1f} ms."
             )
     return [" ".join(lines), ""] if lines else []
 
