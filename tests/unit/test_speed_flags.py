@@ -51,12 +51,29 @@ def test_less_than_no_block_is_an_error():
 
 @pytest.mark.parametrize(
     ("wanted", "device", "steps", "yes"),
-    [("auto", GPU, 5000, True), ("auto", GPU, 10, False), ("auto", CPU, 5000, False), ("on", GPU, 10, True),
+    [("auto", GPU, 5000, True), ("auto", GPU, 500, False), ("auto", CPU, 5000, False), ("on", GPU, 10, True),
      ("on", CPU, 10, True), ("off", GPU, 5000, False)],
 )  # fmt: skip
 def test_who_compiles(wanted, device, steps, yes):
-    config = override(TrainConfig(), {"compile": wanted}, "test")
-    assert compiles(config, device, steps) == yes
+    model = create_model(ModelConfig(model="ViT-B-32"), shapes_only=True)
+    config = override(TrainConfig(), {"compile": wanted, "global_batch_size": 2048}, "test")
+    assert compiles(config, model, Ranks(0, 1, None), device, steps) == yes
+
+
+def test_compiling_is_to_save_more_than_it_takes():
+    def first(name, batch, ranks=1, **flags):
+        """The fewest steps that are worth it, within a factor of two."""
+        model = create_model(ModelConfig(model=name), shapes_only=True)
+        config = override(TrainConfig(), {"global_batch_size": batch, **flags}, "test")
+        return next(
+            n for n in (2**power for power in range(30)) if compiles(config, model, Ranks(0, ranks, None), GPU, n)
+        )
+
+    assert 1024 <= first("ViT-B-32", 2048) <= 2048
+    assert first("ViT-B-32", 64) > 16 * first("ViT-B-32", 2048)  # recorded: launching costs nothing
+    assert first("ViT-B-32", 64, graph="off") == first("ViT-B-32", 512, ranks=8) == 4096  # they wait for launches
+    assert first("ViT-B-32", 65536, ranks=32) == first("ViT-B-32", 2048)
+    assert first("RN50", 2048) <= 2048 and first("coca_ViT-B-32", 2048) <= 2048
 
 
 def test_who_records():

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 import leanclip
@@ -32,3 +33,29 @@ def test_a_step_with_a_broken_gradient_is_skipped_and_leaves_the_estimates_alone
         assert torch.equal(before, after)
     for name, table in (loss.state_dict() | model.state_dict()).items():  # batch-norm statistics are among them
         assert torch.equal(table, tables[name]), name
+
+
+@pytest.mark.parametrize("share", [0.5, 0.999, 1.001, 2.0])
+def test_gradients_are_clipped_as_torch_does(share):
+    """A limit below and above the norm: where nothing is to be clipped, nothing is multiplied."""
+
+    def weights(limit):
+        torch.manual_seed(0)
+        model = create_model(ModelConfig(model="leanclip-tiny"))
+        loss = leanclip.create_loss("infonce")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        images, tokens = torch.randn(8, 3, 32, 32), model.tokenizer([f"number {n}" for n in range(8)])
+        batch = Batch(images=images, tokens=tokens, sample_ids=torch.arange(8))
+        if limit is None:  # the plain way
+            loss(*model(batch.images, batch.tokens)).loss.backward()
+            norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), share * norm)
+            optimizer.step()
+            return norm, list(model.parameters())
+        pieces = Pieces(towers=model, loss=loss, optimizer=optimizer, batch=8, grad_clip_norm=limit)
+        return float(training_step(pieces, batch).grad_norm), list(model.parameters())
+
+    norm, plain = weights(None)
+    again, ours = weights(share * norm)
+    assert again == norm
+    assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))

@@ -31,5 +31,10 @@ class Pieces:
     ranks: Ranks = field(default_factory=Ranks.current)
 
     @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The towers'. Looking for them takes the host longer than a small model's kernels take the GPU."""
+        return list(self.towers.parameters())
+
+    @cached_property
     def norms(self) -> RunningAverages:
         return RunningAverages(self.towers)

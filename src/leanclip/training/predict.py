@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from leanclip.data import Batch
-from leanclip.distributed import LEDGER, Ledger
+from leanclip.distributed import LEDGER, Ledger, Ranks
 from leanclip.distributed.parallel import blocks
 from leanclip.losses import ContrastiveLoss, loss_from_config
 from leanclip.models import TwoTower
@@ -90,7 +90,7 @@ def predict_step(
     model = build_towers(config, shapes_only=True)
     cuda = torch.device("cuda")
     steps = config.run.epochs * max(1, samples // batch)
-    if compiles(config, cuda, min(steps, config.run.max_steps or steps)):
+    if compiles(config, model, Ranks(0, ranks, None), cuda, min(steps, config.run.max_steps or steps)):
         model.compile_towers(whole=False)
     LEDGER.clear()
     with tracing(capability) as trace, pretending(trace, ranks=ranks, processors=processors) as first:

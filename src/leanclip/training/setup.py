@@ -175,7 +175,7 @@ def set_up(config: TrainConfig) -> Job:
     autocast = autocast_of(run.precision, device)
     micro = config.parallel.micro_batch or fitting(config, samples=len(data.train.source), ranks=ranks, device=device)
     steps = total_steps(config, samples=len(data.train), batch=batch)
-    compiled = compiles(config, device, steps)
+    compiled = compiles(config, model, ranks, device, steps)
     if compiled:
         model.compile_towers(whole=not config.parallel.fsdp)
     model, towers = _over_ranks(model, config, ranks, device)

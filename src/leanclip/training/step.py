@@ -15,6 +15,8 @@ from leanclip.training.micro_batch import cached
 from leanclip.training.pieces import Pieces
 from leanclip.training.recorded import recorded
 
+CLIPS_FROM = 1e-6  # below the limit: torch's clipping adds it to the norm, and multiplies by 1 where that is smaller
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -33,18 +35,21 @@ def training_step(pieces: Pieces, batch: Batch) -> StepResult:
     pieces.norms.remember()
     output = loss_and_gradients(pieces, batch)
 
-    scale.remove([*pieces.towers.parameters(), *loss.parameters()])
-    gradients = [parameter.grad for parameter in pieces.towers.parameters() if parameter.grad is not None]
+    scale.remove([*pieces.parameters, *loss.parameters()])
+    gradients = [parameter.grad for parameter in pieces.parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     grad_norm = whole(norm)
     own = [parameter.grad for parameter in loss.parameters() if parameter.grad is not None]
     value = output.loss.detach()
+    asked = [torch.isfinite(sum(own, grad_norm) + value)]
+    if pieces.grad_clip_norm:
+        asked.append(grad_norm + CLIPS_FROM > pieces.grad_clip_norm)
     # The one place where a step waits for the device. All ranks have the same loss and norm, so all decide alike.
-    finite = bool(torch.isfinite(sum(own, grad_norm) + value))
+    finite, *large = torch.stack(asked).tolist()
     norms: Mapping[str, float] = {}
     if finite:
-        if pieces.grad_clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(pieces.towers.parameters(), pieces.grad_clip_norm, norm)
+        if pieces.grad_clip_norm and any(large):
+            torch.nn.utils.clip_grads_with_norm_(pieces.parameters, pieces.grad_clip_norm, norm)
         optimizer.step()
         pieces.norms.average(pieces.ranks)
     else:
