@@ -59,6 +59,7 @@ TINY = {
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
 }
 SEEDS = 5
+FEWER = 3  # seeds, of the same, where variants of one loss are compared
 CURVE = ("run", "samples", "seconds", "loss", "tau", "val_t2i10", "test_t2i10", "test_i2t10", "cifar10", "seen_t2i10")
 
 
@@ -143,8 +144,10 @@ def begin(run: Run, place: Place) -> tuple[Pieces, Iterator[Batch]]:
     return pieces, batches_of(data, run, place.device)
 
 
-def train(run: Run, place: Place, steps: int | None = None) -> Iterator[dict[str, float]]:
-    """Train, and yield the measured points. `steps` ends the run early, for trying."""
+def train(
+    run: Run, place: Place, steps: int | None = None, look: Callable[[Pieces], dict[str, float]] = lambda _: {}
+) -> Iterator[dict[str, float]]:
+    """Train, and yield the measured points, with what `look` finds there. `steps` ends the run early, for trying."""
     pieces, batches = begin(run, place)
     loss, optimizer, count = pieces.loss, pieces.optimizer, len(place.photos.train.images)
     per_epoch = max(1, count // run.batch)
@@ -163,7 +166,7 @@ def train(run: Run, place: Place, steps: int | None = None) -> Iterator[dict[str
             tau, mean_loss = float(loss.temperature().mean()), float(seen) / (step - last)
             seconds += time.perf_counter() - began
             point = {"step": step, "samples": step * run.batch, "seconds": seconds, "loss": mean_loss, "tau": tau}
-            yield point | {"skipped": skipped} | measured(place)
+            yield point | {"skipped": skipped} | measured(place) | look(pieces)
             seen.zero_()
             last, began = step, time.perf_counter()
         if step == steps:
@@ -361,6 +364,7 @@ class Experiment:
     recipe: str
     seeds: int
     quick: bool
+    write: bool = False
 
     def best(self, spaces: Mapping[Name, list[Run]]) -> dict[Name, Run]:
         """By name the trial that did best on val. A name whose trials are not complete is left out."""
@@ -371,9 +375,9 @@ class Experiment:
             if all(trial in found for trial in trials)
         }
 
-    def search(self, spaces: Mapping[Name, list[Run]]) -> tuple[dict[Name, list[Run]], Rows]:
+    def search(self, spaces: Mapping[Name, list[Run]], most: int = SEEDS) -> tuple[dict[Name, list[Run]], Rows]:
         """By name the runs of the best trial, one for each seed, where they are complete; and the rows of them."""
-        chosen = {name: with_seeds(trial, self.seeds) for name, trial in self.best(spaces).items()}
+        chosen = {name: with_seeds(trial, min(self.seeds, most)) for name, trial in self.best(spaces).items()}
         found = self.finish([run for runs in chosen.values() for run in runs])
         return {name: runs for name, runs in chosen.items() if all(run in found for run in runs)}, found
 
@@ -411,4 +415,4 @@ def experiment(description: str | None) -> Experiment:
         return complete(runs, given.photos or Path(), results=given.results, processes=given.processes, until=until)
 
     place = functools.partial(_place, given.photos, MODEL)
-    return Experiment(finish, place, given.results, recipe_of(MODEL, None), SEEDS, False)
+    return Experiment(finish, place, given.results, recipe_of(MODEL, None), SEEDS, False, given.write)

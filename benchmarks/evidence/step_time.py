@@ -9,6 +9,7 @@ stretches of steps that follow a warm-up. Rows go to step_time.csv; those that a
 
 import statistics
 import time
+from dataclasses import replace
 
 import quality
 import table
@@ -43,11 +44,14 @@ def main() -> None:
     asked = experiment(__doc__)
     path = asked.results / "step_time.csv"
     known = {(row["loss"], int(row["batch"])) for row in table.rows(path)}
-    wanted = sorted(quality.spaces(asked.quick).items(), key=lambda entry: entry[0][1])
-    for (loss, batch), trials in wanted:
+    sizes = (
+        {16: ("infonce", "fastclip-v3")} if asked.quick else {quality.BATCH: tuple(quality.CHOICES), **quality.LARGER}
+    )
+    for batch, loss in ((batch, loss) for batch, losses in sizes.items() for loss in losses):
         if (loss, batch) in known:
             continue
-        found = measure(trials[0], asked.place(), quick=asked.quick)
+        run = replace(quality.trials(loss)[0], batch=batch)  # no setting changes what a step takes
+        found = measure(run, asked.place(), quick=asked.quick)
         table.append(path, FIELDS, {"loss": loss, "batch": batch} | found | table.provenance())
         print(f"{loss:<12} batch {batch:>5,}  {found['ms']:.3f} ms a step", flush=True)
 

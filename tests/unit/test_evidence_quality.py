@@ -1,6 +1,7 @@
 """The comparison of the losses: its statistics, its pairing, and its commands."""
 
 import json
+import math
 import sys
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ import runs
 import stats
 import step_time
 import torch
+import why
 
 from leanclip.data.datasets import BUNDLED
 
@@ -44,10 +46,60 @@ def test_several_comparisons_share_their_chance():
     assert stats.holm({"a": 0.04, "b": 0.01, "c": 0.03}) == pytest.approx({"b": 0.03, "c": 0.06, "a": 0.06})
 
 
-def test_every_loss_has_as_many_trials():
-    found = quality.spaces()
-    assert {len(set(trials)) for trials in found.values()} == {6}
-    assert {loss for loss, _ in found} == set(quality.CHOICES)
+def test_every_loss_has_as_many_trials(tmp_path):
+    """Six at the small batch; at larger ones three, with the setting that was best at the small one."""
+
+    def finish(wanted):
+        return {run: {"val_t2i10": str(run.lr + (run.hyper == best_setting[run.loss]))} for run in wanted}
+
+    best_setting = {loss: tuple(sorted(choices[1].items())) for loss, choices in quality.CHOICES.items()}
+    found = quality.spaces(runs.Experiment(finish, pytest.fail, tmp_path, "", 5, False))
+    assert {(batch, len(set(trials))) for (_, batch), trials in found.items()} == {(128, 6), (512, 3), (2048, 3)}
+    assert {loss for loss, batch in found if batch == 128} == set(quality.CHOICES)
+    assert {loss for loss, batch in found if batch == 512} == set(quality.CHOICES)
+    for (loss, batch), trials in found.items():
+        assert batch == 128 or {trial.hyper for trial in trials} == {best_setting[loss]}
+        assert {trial.lr for trial in trials} == set(quality.rates(batch))
+
+
+@pytest.mark.parametrize(
+    ("mean", "p", "said"),
+    [
+        (0.01, 0.01, "beats infonce (+1.00"),
+        (-0.01, 0.01, "is worse than infonce (-1.00"),
+        (0.01, 0.2, "does not beat"),
+    ],
+)
+def test_the_headline_says_what_came_out(mean, p, said):
+    assert said in quality.verdict(stats.Paired(mean, 0.002, p))
+
+
+def test_the_truth_about_an_estimate_is_the_mean_over_all_others():
+    torch.manual_seed(0)
+    own, others, at = torch.randn(3, 4), torch.randn(7, 4), torch.tensor([5, 0, 2])
+    found = why.log_mean(why.differences(own, others, at) / 0.5)
+    for row, anchor in enumerate(at.tolist()):
+        terms = [torch.exp((own[row] @ others[j] - own[row] @ others[anchor]) / 0.5) for j in range(7) if j != anchor]
+        assert found[row] == pytest.approx(math.log(sum(terms) / 6), rel=1e-5)
+
+
+def test_the_estimate_is_exact_where_the_batch_is_the_whole_data_set(emoji, tmp_path):
+    """Nothing moves, nothing is cropped, every sample has one caption: then u is g itself."""
+    (tmp_path / "tiny.json").write_text(json.dumps(runs.TINY))
+    one = emoji.train.first.diff() == 1
+    assert one.all()
+    place = runs.Place(emoji, torch.device("cpu"), tmp_path / "tiny.json")
+    count = len(emoji.train.images)
+    pieces, _ = runs.begin(runs.Run("fastclip-v3", count, 1e-3, 1), place)
+    pieces.loss.set_epoch(0, 1)
+    with torch.no_grad():
+        place.model.eval()
+        image, text = place.model(emoji.train.images, emoji.train.tokens.long())
+    pieces.loss(image, text, torch.arange(count))
+    found = why.look(place, 16, pieces)
+    assert abs(found["estimate_bias"]) < 1e-4 and found["estimate_spread"] < 1e-4
+    assert found["batch_spread"] > 0.01
+    assert 1 < found["effective_negatives"] < count
 
 
 def test_runs_of_one_seed_see_the_same(emoji):
@@ -133,13 +185,13 @@ def test_a_run_is_trained_once(emoji, tmp_path, monkeypatch):
     assert first[run]["samples"] == "32" and first[run]["seed"] == "1" and first[run]["device"]
 
 
-@pytest.mark.parametrize("command", [quality, components, batch_size, step_time])
+@pytest.mark.parametrize("command", [quality, components, batch_size, step_time, why])
 def test_every_command_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [command.__file__, "--quick"])
     command.main()
     said = capsys.readouterr().out
-    assert "fastclip-v3" in said and ("±" in said or "ms a step" in said)
+    assert "fastclip-v3" in said and ("±" in said or "ms a step" in said or "scatters by" in said)
     assert list(tmp_path.iterdir()) == []
 
 
