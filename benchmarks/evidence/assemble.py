@@ -1,4 +1,5 @@
-"""Puts the findings of all commands here into docs/results.md, in the order of this list.
+"""Puts the findings of all commands here into docs/results.md, in the order of this list, and the main ones into the
+README, between its two marks.
 
 python benchmarks/evidence/assemble.py
 """
@@ -6,9 +7,11 @@ python benchmarks/evidence/assemble.py
 import re
 from pathlib import Path
 
+import quality
 import table
+import wall_clock
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 INTRODUCTION = """# What was measured
 
 The claims of FastCLIP (arXiv 2407.01445) and DisCo-CLIP (arXiv 2304.08480), on real data and hardware, whatever came
@@ -24,7 +27,11 @@ SECTIONS = {
     "communication": ("Communication", "communication.py", "communication.csv"),
     "wall_clock": ("Wall clock to a target", "wall_clock.py", "wall_clock.csv"),
 }
-RESULTS = "../benchmarks/evidence/results"
+MARKS = ("<!-- measured: by benchmarks/evidence/assemble.py -->", "<!-- measured: end -->")
+NOT_RUN = (
+    "Not run: ImageNet, CC3M and the other sets of the papers, models of their size to the end, more than one GPU at"
+    " once. [docs/results.md](docs/results.md) has all figures, also those that did not come out well."
+)
 
 
 def page(results: Path = table.RESULTS) -> str:
@@ -34,16 +41,117 @@ def page(results: Path = table.RESULTS) -> str:
         parts.append(f"## {title}\n")
         written = results / f"{name}.md"
         if written.is_file():
-            parts.append(f"`python benchmarks/evidence/{command}`, [{rows}]({RESULTS}/{rows}).\n")
-            parts.append(re.sub(r"!\[(.*?)\]\((?!\.\./)", rf"![\1]({RESULTS}/", written.read_text().strip()) + "\n")
+            link = "../benchmarks/evidence/results"
+            parts.append(f"`python benchmarks/evidence/{command}`, [{rows}]({link}/{rows}).\n")
+            parts.append(re.sub(r"!\[(.*?)\]\((?!\.\./)", rf"![\1]({link}/", written.read_text().strip()) + "\n")
         else:
             parts.append(f"Not measured yet. The command is there: `python benchmarks/evidence/{command}`.\n")
     return "\n".join(parts)
 
 
+def headline(results: Path = table.RESULTS, steps: Path = ROOT / "benchmarks/results/step.csv") -> str:
+    """For the README: one table, one plot, and what was not run. What is not measured yet is not in it."""
+    lines = [
+        "| | leanclip | open_clip | data and hardware |",
+        "|---|---|---|---|",
+        *_quality(table.rows(results / "quality.csv")),
+        *_seconds(table.rows(results / "wall_clock.csv")),
+        *_step(table.rows(steps)),
+        *_memory(table.rows(results / "loss_over_ranks.csv")),
+        "",
+    ]
+    plot = results / "wall_clock.svg"
+    if plot.is_file():
+        lines += [f"![recall over seconds, open_clip and leanclip]({plot.relative_to(ROOT)})", ""]
+    missing = [title.lower() for name, (title, *_) in SECTIONS.items() if not (results / f"{name}.md").is_file()]
+    later = f"Not measured yet: {', '.join(missing)}. " if missing else ""
+    return "\n".join([*lines, later + NOT_RUN])
+
+
+def _quality(rows: list[dict[str, str]]) -> list[str]:
+    named = {row["loss"]: row for row in rows if int(row["batch"]) == quality.BATCH}
+    ours, theirs = named.get(quality.PRIMARY[0]), named.get("infonce")
+    if ours is None or theirs is None:
+        return []
+    tests = {
+        "test_t2i10": ("text-to-image recall@10", "Flickr8k test", f", paired p = {float(ours['p']):.3f}"),
+        "cifar10": ("zero-shot accuracy", "CIFAR-10", ""),
+    }
+    found = []
+    for metric, (title, data, chance) in tests.items():
+        cells = [
+            f"{100 * float(row[f'{metric}_mean']):.1f} ± {100 * float(row[f'{metric}_deviation']):.1f}%"
+            for row in (ours, theirs)
+        ]
+        found.append(
+            f"| {title}, batch {quality.BATCH} | {ours['loss']} {cells[0]} | its loss {cells[1]} | {data}, 64 px,"
+            f" trained on 32,023 photographs, as many trials each, {ours['seeds']} seeds{chance}, {ours['device']} |"
+        )
+    return found
+
+
+def _seconds(rows: list[dict[str, str]]) -> list[str]:
+    if not rows:
+        return []
+    best = wall_clock.best_runs(rows)
+    base = best.pop("open_clip infonce")
+    target = base.recalls[-1]
+    reached = {name: curve.seconds[at] for name, curve in best.items() if (at := curve.reaches(target)) is not None}
+    told = "not reached"
+    if reached:
+        name = min(reached, key=lambda name: reached[name])
+        told = f"{reached[name]:.0f} s ({name.split()[1]})"
+    at = base.reaches(target)
+    assert at is not None
+    first = rows[-1]
+    return [
+        f"| seconds from the start to open_clip's final recall | {told} | {base.seconds[at]:.0f} s, compiled |"
+        f" {int(first['samples']):,} captioned photographs of 64 px, batch {first['batch']}, as many trials each,"
+        f" one seed, {first['device']} |"
+    ]
+
+
+def _step(rows: list[dict[str, str]]) -> list[str]:
+    rates: dict[str, float] = {}
+    for row in rows:  # the newest of each counts
+        if row["case"] == "ViT-B-32" and row["loss"] == "infonce":
+            rates[row["provider"]] = float(row["samples_per_second"])
+    if not {"leanclip", "open_clip compiled"} <= set(rates):
+        return []
+    return [
+        f"| samples a second, ViT-B-32, batch 2,048 | {rates['leanclip']:,.0f} | {rates['open_clip compiled']:,.0f},"
+        f" compiled ({rates['open_clip']:,.0f} if not) | synthetic images of 224 px, captions of 8 to 23 tokens,"
+        f" bf16, {rows[-1]['device']} |"
+    ]
+
+
+def _memory(rows: list[dict[str, str]]) -> list[str]:
+    batch, ranks = 65536, 8
+    found = {row["provider"]: row for row in rows if (int(row["batch"]), int(row["ranks"])) == (batch, ranks)}
+    if not {"leanclip infonce", "local", "undivided"} <= set(found):
+        return []
+    own, local, whole = (float(found[name]["extra_gib"]) for name in ("leanclip infonce", "local", "undivided"))
+    return [
+        f"| memory of the loss, batch {batch:,} on {ranks} GPUs | {own:.1f} GiB | {local:.1f} GiB with its local"
+        f" loss, {whole:.1f} without | one rank's share, d = {found['local']['dim']}, {found['local']['device']} |"
+    ]
+
+
+def with_headline(readme: str, text: str) -> str:
+    """The README with the text between its marks."""
+    begin, end = MARKS
+    before, _, rest = readme.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"the README has no {begin} ... {end}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+
+
 def main() -> None:
-    (DOCS / "results.md").write_text(page())
-    print("written to docs/results.md")
+    (ROOT / "docs" / "results.md").write_text(page())
+    readme = ROOT / "README.md"
+    readme.write_text(with_headline(readme.read_text(), headline()))
+    print("written to docs/results.md and README.md")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,12 @@ Flickr8k's val set is trained with five other seeds, which are the same for all 
 at the point of the run that is best on val.
 """
 
+import json
+import statistics
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import chart
 import stats
@@ -39,6 +42,11 @@ CHOICES: dict[str, tuple[Settings, Settings]] = {
 BATCH, LARGER = 128, {512: tuple(CHOICES), 2048: ("infonce",)}  # and who trains with them
 SEARCH_SEED = 100
 METRICS = {"test_t2i10": "text-to-image", "test_i2t10": "image-to-text", "cifar10": "CIFAR-10", "seen_t2i10": "seen"}
+SUMMARY = (
+    "batch", "loss", "lr", "hyper", "edge", "seeds", "runs",
+    *(f"{metric}_{what}" for metric in METRICS for what in ("mean", "deviation")),
+    "tau", "gap_mean", "gap_deviation", "p", "p_holm", "device",
+)  # fmt: skip
 
 
 def rates(batch: int) -> list[float]:
@@ -83,15 +91,8 @@ def values(runs: list[Run], found: Rows, metric: str) -> list[float]:
 PRIMARY = ("fastclip-v3", BATCH)  # the comparison that was named before any run; the others share their chances
 
 
-def verdict(gap: stats.Paired) -> str:
-    """Of the comparison that was named before: the headline, whatever it says."""
-    (loss, batch), figures = PRIMARY, f"{100 * gap.mean:+.2f} ± {100 * gap.deviation:.2f} points, p = {gap.p:.4f}"
-    if gap.p >= 0.05:
-        return f"**At batch {batch} {loss} does not beat infonce: the difference may be chance ({figures}).**"
-    return f"**At batch {batch} {loss} {'beats' if gap.mean > 0 else 'is worse than'} infonce ({figures}).**"
-
-
-def paragraph(chosen: dict[tuple[str, int], list[Run]], found: Rows) -> str:
+def summary(chosen: dict[tuple[str, int], list[Run]], found: Rows, recipe: str) -> list[dict[str, Any]]:
+    """One row for each loss and batch: what was chosen, which runs it is the mean of, and how infonce did there."""
     gaps = {
         (loss, batch): stats.paired(
             values(runs, found, "test_t2i10"), values(chosen["infonce", batch], found, "test_t2i10")
@@ -100,29 +101,65 @@ def paragraph(chosen: dict[tuple[str, int], list[Run]], found: Rows) -> str:
         if loss != "infonce" and ("infonce", batch) in chosen
     }
     corrected = stats.holm({name: gap.p for name, gap in gaps.items() if name != PRIMARY})
-    lines = [verdict(gaps[PRIMARY]), ""] if PRIMARY in gaps else []
-    lines += [
+    rows = []
+    for (loss, batch), runs in sorted(chosen.items(), key=lambda entry: entry[0][1]):
+        gap, tau = gaps.get((loss, batch)), statistics.fmean(values(runs, found, "tau"))
+        row: dict[str, Any] = dict.fromkeys(SUMMARY, "") | {
+            "batch": batch, "loss": loss, "lr": runs[0].lr, "hyper": json.dumps(dict(runs[0].hyper)),
+            "edge": at_the_edge(runs[0]), "seeds": len(runs), "runs": " ".join(run.key(recipe) for run in runs),
+            "tau": round(tau, 5), "device": found[runs[0]]["device"],
+        }  # fmt: skip
+        for metric in METRICS:
+            recalls = values(runs, found, metric)
+            row[f"{metric}_mean"] = round(statistics.fmean(recalls), 6)
+            row[f"{metric}_deviation"] = round(statistics.stdev(recalls), 6)
+        if gap is not None:
+            row |= {"gap_mean": round(gap.mean, 6), "gap_deviation": round(gap.deviation, 6), "p": round(gap.p, 6)}
+            row["p_holm"] = round(
+                corrected.get((loss, batch), gap.p), 6
+            )  # the one that was named before stays as it is
+        rows.append(row)
+    return rows
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """Of the comparison that was named before: the headline, whatever it says. Nothing where it is not there yet."""
+    named = [row for row in rows if (row["loss"], int(row["batch"])) == PRIMARY and row["p"] != ""]
+    if not named:
+        return ""
+    loss, batch = PRIMARY
+    mean, deviation, chance = (float(named[0][name]) for name in ("gap_mean", "gap_deviation", "p"))
+    figures = f"{100 * mean:+.2f} ± {100 * deviation:.2f} points, p = {chance:.4f}"
+    if chance >= 0.05:
+        return f"**At batch {batch} {loss} does not beat infonce: the difference may be chance ({figures}).**"
+    return f"**At batch {batch} {loss} {'beats' if mean > 0 else 'is worse than'} infonce ({figures}).**"
+
+
+def paragraph(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        verdict(rows), "",
         f"| batch | loss | chosen | {' | '.join(METRICS.values())} | tau | against infonce | p |",
         "|---|---|---|" + "---|" * len(METRICS) + "---|---|---|",
-    ]
-    for (loss, batch), runs in sorted(chosen.items(), key=lambda entry: entry[0][1]):
-        settings = ", ".join(f"{name} {value:g}" for name, value in (("lr", runs[0].lr), *runs[0].hyper))
-        settings += " (edge)" if at_the_edge(runs[0]) else ""
-        figures = " | ".join(stats.shown(values(runs, found, metric)) for metric in METRICS)
-        tau = sum(values(runs, found, "tau")) / len(runs)
-        gap, compared = gaps.get((loss, batch)), " | "
-        if gap is not None:
-            chance = f"{gap.p:.4f}" if (loss, batch) == PRIMARY else f"{corrected[loss, batch]:.4f}"
-            compared = f"{100 * gap.mean:+.2f} ± {100 * gap.deviation:.2f} | {chance}"
-        lines.append(f"| {batch:,} | {loss} | {settings} | {figures} | {tau:.3f} | {compared} |")
-    seeds, (loss, batch) = len(next(iter(chosen.values()))), PRIMARY
+    ]  # fmt: skip
+    for row in rows:
+        settings = {"lr": row["lr"]} | json.loads(row["hyper"])
+        named = ", ".join(f"{name} {value:g}" for name, value in settings.items()) + (
+            " (edge)" if row["edge"] else ""
+        )
+        figures = " | ".join(
+            f"{100 * row[f'{metric}_mean']:.2f} ± {100 * row[f'{metric}_deviation']:.2f}" for metric in METRICS
+        )
+        gap = " | "
+        if row["p"] != "":
+            gap = f"{100 * row['gap_mean']:+.2f} ± {100 * row['gap_deviation']:.2f} | {row['p_holm']:.4f}"
+        lines.append(f"| {row['batch']:,} | {row['loss']} | {named} | {figures} | {row['tau']:.3f} | {gap} |")
+    loss, batch = PRIMARY
     note = (
         f"Recall@10 on Flickr8k's test set and zero-shot accuracy, in percent: mean and standard deviation over"
-        f" {seeds} seeds. Seen: text-to-image on as many photographs that were trained on."
-        f" Differences are paired by seed and p is of Student's two-sided test:"
-        f" that of {loss} at batch {batch} was named before the runs, the others' are Holm's. Seeds do not cover the"
-        " chance that lies in the choice of the test photographs. (edge): the best of the three learning rates was"
-        " the lowest or the highest."
+        f" {rows[0]['seeds']} seeds. Seen: text-to-image on as many photographs that were trained on. Differences"
+        f" are paired by seed and p is of Student's two-sided test: that of {loss} at batch {batch} was named before"
+        " the runs, the others' are Holm's. Seeds do not cover the chance that lies in the choice of the test"
+        " photographs. (edge): the best of the three learning rates was the lowest or the highest."
     )
     return "\n".join([*lines, "", note, ""])
 
@@ -161,7 +198,11 @@ def main() -> None:
     chosen, found = asked.search(spaces(asked))
     if not chosen:
         raise SystemExit("no loss has all its runs yet: run the command again to go on")
-    text = paragraph(chosen, found)
+    rows = summary(chosen, found, asked.recipe)
+    (asked.results / "quality.csv").unlink(missing_ok=True)  # it follows from the runs' rows
+    for row in rows:
+        table.append(asked.results / "quality.csv", SUMMARY, row)
+    text = paragraph(rows)
     print(text)
     plots = "\n".join(f"![{path.stem.replace('_', ' ')}]({path.name})" for path in draw(asked, chosen))
     (asked.results / "quality.md").write_text(f"{text}\n{plots}\n")

@@ -16,7 +16,9 @@ import quality
 import runs
 import stats
 import step_time
+import table
 import torch
+import wall_clock
 import why
 
 from leanclip.data.datasets import BUNDLED
@@ -71,7 +73,27 @@ def test_every_loss_has_as_many_trials(tmp_path):
     ],
 )
 def test_the_headline_says_what_came_out(mean, p, said):
-    assert said in quality.verdict(stats.Paired(mean, 0.002, p))
+    row = {"loss": "fastclip-v3", "batch": 128, "gap_mean": mean, "gap_deviation": 0.002, "p": p}
+    assert said in quality.verdict([row])
+    assert quality.verdict([row | {"batch": 512}]) == ""
+
+
+def test_a_summary_pairs_the_seeds_and_names_its_runs():
+    def five(loss, recalls):
+        runs_of = runs.with_seeds(runs.Run(loss, 128, 5e-4, 0), 5)
+        row = {"cifar10": "0.3", "test_i2t10": "0.2", "seen_t2i10": "0.5", "tau": "0.05", "device": "a GPU"}
+        return runs_of, {run: row | {"test_t2i10": str(r)} for run, r in zip(runs_of, recalls, strict=True)}
+
+    ours, our_rows = five("fastclip-v3", [0.12, 0.15, 0.11, 0.14, 0.16])
+    theirs, their_rows = five("infonce", [0.10, 0.14, 0.10, 0.12, 0.13])
+    chosen = {("infonce", 128): theirs, ("fastclip-v3", 128): ours}
+    base, found = quality.summary(chosen, our_rows | their_rows, "r")
+    assert base["p"] == "" and found["gap_mean"] == pytest.approx(0.018)
+    assert found["p"] == found["p_holm"] == pytest.approx(0.00858, rel=1e-3)
+    assert found["runs"].split() == [run.key("r") for run in ours]
+    text = quality.paragraph([base, found])
+    assert text.startswith("**At batch 128 fastclip-v3 beats infonce (+1.80 ± 0.84 points, p = 0.0086).**")
+    assert "| 128 | fastclip-v3 | lr 0.0005 | 13.60 ± 2.07 | 20.00 ± 0.00 |" in text
 
 
 def test_the_truth_about_an_estimate_is_the_mean_over_all_others():
@@ -198,6 +220,30 @@ def test_every_command_runs(command, tmp_path, monkeypatch, capsys):
 def test_the_page_says_what_the_files_say():
     """Figures are not edited by hand, and what was not measured is named."""
     assert (EVIDENCE.parents[1] / "docs" / "results.md").read_text() == assemble.page()
+    readme = (EVIDENCE.parents[1] / "README.md").read_text()
+    assert assemble.with_headline(readme, assemble.headline()) == readme
+
+
+def test_the_headline_takes_its_figures_from_the_rows(tmp_path):
+    summary = dict.fromkeys(quality.SUMMARY, "") | {"batch": 128, "seeds": 5, "device": "a GPU", "p": 0.0312}
+    for loss, recall in (("infonce", 0.2), ("fastclip-v3", 0.2251)):
+        figures = {f"{metric}_{what}": recall for metric in quality.METRICS for what in ("mean", "deviation")}
+        table.append(tmp_path / "quality.csv", quality.SUMMARY, summary | figures | {"loss": loss})
+    empty = dict.fromkeys(wall_clock.FIELDS, "") | {"batch": 128, "epochs": 2, "samples": 500, "model": "small"}
+    for trainer, loss, pace, recalls in (
+        ("open_clip", "infonce", 50, (0.1, 0.2)),
+        ("leanclip", "infonce", 20, (0.2, 0.3)),
+    ):
+        for epoch, recall in enumerate(recalls, 1):
+            row = {"trainer": trainer, "loss": "infonce", "lr": 1e-3, "seed": 0, "epoch": epoch, "device": "a GPU"}
+            row |= {"seconds": epoch * pace, "startup_seconds": 1, "caches": "empty"}
+            row |= {"text_to_image_recall_at_10": recall, "image_to_text_recall_at_10": 0}
+            table.append(tmp_path / "wall_clock.csv", wall_clock.FIELDS, empty | row)
+    text = assemble.headline(tmp_path)
+    assert "| fastclip-v3 22.5 ± 22.5% | its loss 20.0 ± 20.0% |" in text and "5 seeds, paired p = 0.031" in text
+    assert "| 20 s (infonce) | 100 s, compiled |" in text
+    assert "memory of the loss" not in text and "Not run: " in text
+    assert "Not measured yet: quality at equal budget, why" in text
 
 
 def test_a_missing_table_is_said_to_be_missing(tmp_path):
