@@ -50,7 +50,7 @@ class RunConfig:
     log_every: int = 10
     """Steps between log lines."""
     eval_every: int | None = None
-    """Steps between evaluations; 0 evaluates only before and after. Default: a tenth of the run."""
+    """Steps between evaluations; 0 evaluates only before and after. Default: a tenth of the run, at least 10."""
     zero_shot: tuple[str, ...] = ()
     """Labelled images to classify at each evaluation: tar shards with .cls files and a classnames.txt, or a folder
     for each class. May be given several times. The bundled data bring their own."""
