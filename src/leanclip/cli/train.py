@@ -30,7 +30,7 @@ DESCRIPTION = """Train a CLIP model.
 
 A run is a recipe, a TOML file, flags, or any mix; flags win. Without --train-data it trains on the bundled emoji.
 The directory LOGS/NAME gets config.toml (give it back with --config to repeat the run), metrics.jsonl, TensorBoard
-files and checkpoints that open_clip loads.
+files and checkpoints that open_clip loads. Ctrl-C saves before it ends the run; --name NAME --resume auto goes on.
 
   leanclip train --recipe demo
   leanclip train --train-data 'shards/{00000..00331}.tar' --val-data val.tar --model ViT-B-32 --global-batch-size 1024
