@@ -42,7 +42,7 @@ from leanclip.training.pieces import Pieces
 from leanclip.training.recorded import Recorder, worth_recording
 from leanclip.training.step import training_step
 
-EPOCHS, POINTS = 24, 8  # of a run, and how often it is measured
+EPOCHS, POINTS = 16, 8  # of a run, and how often it is measured
 # What all runs have in common, beside the model; it is part of a run's key, so that a change trains them anew. Adam's
 # epsilon is small, and nothing is clipped, because the losses' gradients differ in size: some carry the factor tau.
 RECIPE = {"warmup": 0.1, "betas": (0.9, 0.98), "eps": 1e-8, "crop": 0.5, "mirror": 0.5}

@@ -21,6 +21,7 @@ import torch
 import wall_clock
 import why
 
+import leanclip
 from leanclip.data.datasets import BUNDLED
 
 EVIDENCE = Path(__file__).parents[2] / "benchmarks" / "evidence"
@@ -77,12 +78,24 @@ def test_one_run_by_two_names_is_trained_once(tmp_path, monkeypatch):
     assert found[said] == found[default] and len(table.rows(tmp_path / "runs.csv")) == 1
 
 
+@pytest.mark.parametrize(("form", "lr_tau"), [("published", quality.PER_SAMPLE["lr_tau"]), ("visits", 3.1e-3)])
+def test_temperatures_of_both_forms_can_go_as_far(form, lr_tau):
+    """A rho that is out of reach pushes tau down at every visit, one in each epoch."""
+    image, text = (torch.nn.functional.normalize(torch.randn(2, 6, 8), dim=-1)).unbind()
+    loss = leanclip.create_loss("isogclr", num_samples=6, rho=50.0, tau=0.07, lr_tau=lr_tau, tau_adam=form)
+    for epoch in range(runs.EPOCHS):
+        loss.set_epoch(epoch, runs.EPOCHS)
+        loss(image, text, torch.arange(6))
+    assert float(loss.temperature()) == pytest.approx(0.021, abs=0.001)
+
+
 def test_settings_of_a_gradient_do_not_mix():
     """Of two choices only one names tau_min; the form that is longer in its steps gets a smaller rate."""
     best = {loss: quality.trials(loss)[-1] for loss in quality.CHOICES}
     found = components.spaces(best)
     assert [dict(run.hyper).get("tau_min") for run in found["gradient", "fastclip-v3, exact"]] == [None, 0.03]
-    assert {dict(run.hyper)["lr_tau"] for run in found["gradient", "isogclr, visits"]} == {2e-3}
+    assert {dict(run.hyper)["lr_tau"] for run in found["gradient", "isogclr, visits"]} == {3.1e-3}
+    assert {dict(run.hyper)["lr_tau"] for run in found["gradient", "isogclr, published"]} == {1.4e-2}
 
 
 @pytest.mark.parametrize(
