@@ -66,7 +66,7 @@ def headline(results: Path = table.RESULTS, steps: Path = ROOT / "benchmarks/res
     if plot.is_file():
         lines += [f"![recall over seconds, open_clip and leanclip]({plot.relative_to(ROOT)})", ""]
     missing = [title.lower() for name, (title, *_) in SECTIONS.items() if not (results / f"{name}.md").is_file()]
-    later = f"Not measured yet: {', '.join(missing)}. " if missing else ""
+    later = f"Not measured yet: {'; '.join(missing)}. " if missing else ""
     return "\n".join([*lines, later + NOT_RUN])
 
 

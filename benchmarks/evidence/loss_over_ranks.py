@@ -179,7 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def shown(row: dict[str, str] | None, what: str) -> str:
     if row is None:
-        return ""
+        return "not measured"
     if row["status"] == "out of memory":
         return "out of memory"
     if row["status"] == "not run":
@@ -221,8 +221,8 @@ def verdicts(cells: dict[tuple[str, int, int], dict[str, str]]) -> list[str]:
     if found := largest("disco", "local"):
         batch, ranks, (split, local), (split_ms, local_ms) = found
         lines.append(
-            f"open_clip's local loss needs as much as that split ({local:.2f} and {split:.2f} GiB, {local_ms:.1f} and"
-            f" {split_ms:.1f} ms at {batch:,} on {ranks}): they differ in what they send."
+            f"open_clip's local loss and that split at {batch:,} on {ranks}: {local:.2f} and {split:.2f} GiB,"
+            f" {local_ms:.1f} and {split_ms:.1f} ms; communication.py says how they differ in what they send."
         )
     for other in ("disco", "inf_cl"):
         if found := largest("leanclip infonce", other):

@@ -275,7 +275,7 @@ def test_the_headline_takes_its_figures_from_the_rows(tmp_path):
     assert "5 seeds, paired p = 0.031" in text
     assert "| infonce 20 s | 100 s, compiled |" in text
     assert "memory of the loss" not in text and "Not run: " in text
-    assert "Not measured yet: quality at equal budget, why" in text
+    assert "Not measured yet: quality at equal budget; why" in text
 
 
 def test_a_missing_table_is_said_to_be_missing(tmp_path):

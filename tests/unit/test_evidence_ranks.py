@@ -63,7 +63,7 @@ def test_what_became_of_the_claim_is_said(split, said, tmp_path, capsys):
     text = output.with_suffix(".md").read_text()
     assert f"O(B²/N) {said}: at 65,536 on 8 ranks" in text
     assert f"leanclip 0.50 GiB and 9.0 ms, the other {split:.2f} GiB" in text
-    assert "local loss needs" not in text
+    assert "local loss and that split" not in text
 
 
 def test_what_does_not_fit_is_said_in_the_tables(tmp_path, capsys):

@@ -141,7 +141,7 @@ class ParallelConfig:
     of this many of each tower (--grad-checkpointing 6)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the towers: faster steps after a first one that takes longer. auto: on a GPU, in runs in which that
-    saves more time than it takes."""
+    should save more time than it takes."""
     graph: Literal["auto", "on", "off"] = "auto"
     """Record the towers as CUDA graphs, so that a small model does not wait for the host. auto: on one GPU, where
     their arithmetic takes less than about 10 ms."""

@@ -15,7 +15,7 @@ from leanclip.training.micro_batch import cached
 from leanclip.training.pieces import Pieces
 from leanclip.training.recorded import recorded
 
-CLIPS_FROM = 1e-6  # below the limit: torch's clipping adds it to the norm, and multiplies by 1 where that is smaller
+ADDED = 1e-6  # to the norm by torch's clipping, which multiplies by 1 where the sum is below the limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ def training_step(pieces: Pieces, batch: Batch) -> StepResult:
     value = output.loss.detach()
     asked = [torch.isfinite(sum(own, grad_norm) + value)]
     if pieces.grad_clip_norm:
-        asked.append(grad_norm + CLIPS_FROM > pieces.grad_clip_norm)
+        asked.append(grad_norm + ADDED > pieces.grad_clip_norm)
     # The one place where a step waits for the device. All ranks have the same loss and norm, so all decide alike.
     finite, *large = torch.stack(asked).tolist()
     norms: Mapping[str, float] = {}
