@@ -35,6 +35,7 @@ def paragraph(chosen: dict[tuple[str, int], list[Run]], found: Rows) -> str:
         else:
             cells += ["", ""]
         lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "Three seeds; p is of Student's paired test, one by one, not corrected for their number."]
     return "\n".join(lines) + "\n"
 
 

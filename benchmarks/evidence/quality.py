@@ -25,19 +25,20 @@ from runs import Experiment, Rows, Run, experiment
 
 RATES = (2.5e-4, 5e-4, 1e-3)  # at batch 128; they grow with the square root of the batch
 Settings = dict[str, float]
-# A sample meets its own temperature once an epoch: 24 steps of 0.002 take it from 0.07 to 0.022.
-PER_SAMPLE: Settings = {"tau": 0.07, "lr_tau": 2e-3, "tau_min": 0.02}
+# A sample meets its own temperature once an epoch, and the published bias correction makes the steps small: 16 of
+# them, all in one direction, take it from 0.07 to 0.021.
+PER_SAMPLE: Settings = {"tau": 0.07, "lr_tau": 1.4e-2, "tau_min": 0.02}
 # With 127 negatives no softmax is sharper than 4.8 nats, and a model that has learned little is far below that: the
 # published rho of 6.5 and 7 only make tau fall, and lr_tau says how far. So the second choice has a rho within reach.
 CHOICES: dict[str, tuple[Settings, Settings]] = {
     "infonce": ({"tau": 0.07}, {"tau": 0.03}),
+    "fastclip-v3": ({"rho": 6.5, "lr_tau": 2e-4}, {"rho": 1.0, "lr_tau": 1e-3, "tau_min": 0.03}),
     "siglip": ({"bias": -10.0}, {"bias": -5.0}),
     "sogclr": ({"tau": 0.05}, {"tau": 0.1}),
     "isogclr": ({"rho": 1.0, **PER_SAMPLE}, {"rho": 3.0, **PER_SAMPLE}),
     "fastclip-v0": ({"gamma_min": 0.2}, {"gamma_min": 0.6}),
     "fastclip-v1": ({"tau": 0.05}, {"tau": 0.1}),
     "fastclip-v2": ({"rho": 1.0, **PER_SAMPLE}, {"rho": 3.0, **PER_SAMPLE}),
-    "fastclip-v3": ({"rho": 6.5, "lr_tau": 2e-4}, {"rho": 1.0, "lr_tau": 1e-3, "tau_min": 0.03}),
 }
 BATCH, LARGER = 128, {512: tuple(CHOICES), 2048: ("infonce",)}  # and who trains with them
 SEARCH_SEED = 100
@@ -63,8 +64,13 @@ def trials(loss: str, quick: bool = False) -> list[Run]:
 
 
 def larger(best: Run, batch: int) -> list[Run]:
-    """At another batch than the one where `best` was found."""
-    return [replace(best, batch=batch, lr=rate) for rate in rates(batch)]
+    """At another batch than the one where `best` was found. fastclip-v3's temperature moves by as much in every step,
+    so with fewer steps it moves by more, to get as far; the other temperatures follow the learning rate, or move once
+    an epoch."""
+    hyper = dict(best.hyper)
+    if best.loss == "fastclip-v3":
+        hyper["lr_tau"] = hyper["lr_tau"] * batch / best.batch
+    return [replace(best, batch=batch, lr=rate, hyper=tuple(sorted(hyper.items()))) for rate in rates(batch)]
 
 
 def at_the_edge(run: Run) -> bool:
@@ -72,16 +78,18 @@ def at_the_edge(run: Run) -> bool:
     return run.lr in (min(rates(run.batch)), max(rates(run.batch)))
 
 
-def spaces(asked: Experiment) -> dict[tuple[str, int], list[Run]]:
-    """The trials by loss and batch; those of larger batches where the ones of the small batch are complete."""
+def small_spaces(asked: Experiment) -> dict[tuple[str, int], list[Run]]:
     losses = ("infonce", "siglip", "fastclip-v2", "fastclip-v3") if asked.quick else tuple(CHOICES)
-    small = {loss: trials(loss, asked.quick) for loss in losses}
-    found = {(loss, runs[0].batch): runs for loss, runs in small.items()}
-    best = asked.best(small)
+    found = {loss: trials(loss, asked.quick) for loss in losses}
+    return {(loss, runs[0].batch): runs for loss, runs in found.items()}
+
+
+def larger_spaces(asked: Experiment, best: dict[tuple[str, int], Run]) -> dict[tuple[str, int], list[Run]]:
+    """Of those losses whose best setting at the small batch is known."""
     wanted = {32: ("infonce",)} if asked.quick else LARGER
-    for batch, those in wanted.items():
-        found |= {(loss, batch): larger(best[loss], batch) for loss in those if loss in best}
-    return found
+    chosen = {loss: run for (loss, _), run in best.items()}
+    pairs = [(loss, batch) for batch, losses in wanted.items() for loss in losses if loss in chosen]
+    return {(loss, batch): larger(chosen[loss], batch) for loss, batch in pairs}
 
 
 def values(runs: list[Run], found: Rows, metric: str) -> list[float]:
@@ -195,7 +203,10 @@ def draw(asked: Experiment, chosen: dict[tuple[str, int], list[Run]]) -> list[Pa
 
 def main() -> None:
     asked = experiment(__doc__)
-    chosen, found = asked.search(spaces(asked))
+    small = small_spaces(asked)
+    chosen, found = asked.search(small)  # with their seeds before the larger batches begin
+    more, found_more = asked.search(larger_spaces(asked, asked.best(small)))
+    chosen, found = chosen | more, found | found_more
     if not chosen:
         raise SystemExit("no loss has all its runs yet: run the command again to go on")
     rows = summary(chosen, found, asked.recipe)

@@ -42,12 +42,13 @@ from leanclip.training.pieces import Pieces
 from leanclip.training.recorded import Recorder, worth_recording
 from leanclip.training.step import training_step
 
-EPOCHS, POINTS = 24, 8  # of a run, and how often it is measured
+EPOCHS, POINTS = 16, 8  # of a run, and how often it is measured
 # What all runs have in common, beside the model; it is part of a run's key, so that a change trains them anew. Adam's
 # epsilon is small, and nothing is clipped, because the losses' gradients differ in size: some carry the factor tau.
 RECIPE = {"warmup": 0.1, "betas": (0.9, 0.98), "eps": 1e-8, "crop": 0.5, "mirror": 0.5}
 LARGE, FEW = 2048, 4  # batches of this size and more train on this many processes at most: they need the memory
-A_RUN = 120.0  # seconds, where no run of that batch size has been timed yet
+A_RUN = 120.0  # seconds, where no run of that batch size has been timed yet; of smaller batches than 128 more
+START = 60.0  # seconds more that the first run of a process takes, to load and to compile
 FIELDS = (
     "run", "loss", "batch", "opt", "lr", "wd", "hyper", "epochs", "seed", "samples", "best_samples", "val_t2i10",
     "test_t2i10", "test_i2t10", "cifar10", "seen_t2i10", "last_val_t2i10", "last_test_t2i10", "last_test_i2t10",
@@ -263,14 +264,15 @@ def complete(
     path, recipe = results / "runs.csv", recipe_of(config, steps)
     known = {row["run"]: row for row in table.rows(path)}
     by_batch: dict[int, list[Run]] = {}
-    for run in dict.fromkeys(runs):
-        if run.key(recipe) not in known:
+    for key, run in {run.key(recipe): run for run in runs}.items():
+        if key not in known:
             by_batch.setdefault(run.batch, []).append(run)
     for batch, missing in sorted(by_batch.items()):
         side_by_side = min(processes if batch < LARGE else min(processes, FEW), len(missing))
         timed = [float(row["seconds"]) for row in known.values() if row["batch"] == str(batch)]
-        latest = until - max(timed, default=A_RUN)
-        if time.time() > latest:
+        a_run = 1.1 * min(timed, default=A_RUN * max(1.0, 128 / batch))  # the shortest did not compile
+        latest = until - a_run
+        if time.time() + START > latest:
             continue
         for run, points, seconds in _train_all(missing, photos, side_by_side, latest, steps, config):
             key = run.key(recipe)
@@ -295,8 +297,11 @@ def _train_all(
         for run in runs:
             if time.time() > latest:
                 return
-            began = time.time()
-            yield run, list(train(run, place, steps)), time.time() - began
+            found = _tried(run, place, steps)
+            if isinstance(found, str):
+                print(f"failed: {found}")
+            else:
+                yield found
         return
     Photos.of(photos)  # decodes them, if nobody has yet
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # of each process: they all compile at the same time
@@ -339,12 +344,17 @@ def _work(waiting: Any, done: Any, photos: Path, latest: float, steps: int | Non
     place = _place(photos, config)
     with contextlib.suppress(queue.Empty):
         while time.time() < latest:
-            run, began = waiting.get(timeout=1), time.time()
-            try:
-                done.put((run, list(train(run, place, steps)), time.time() - began))
-            except Exception:
-                done.put(f"{run}\n{traceback.format_exc()}")
+            done.put(_tried(waiting.get(timeout=1), place, steps))
     waiting.cancel_join_thread()
+
+
+def _tried(run: Run, place: Place, steps: int | None) -> Done | str:
+    """The run, its points and its seconds, or what went wrong."""
+    began = time.time()
+    try:
+        return run, list(train(run, place, steps)), time.time() - began
+    except Exception:
+        return f"{run}\n{traceback.format_exc()}"
 
 
 def with_seeds(run: Run, seeds: int) -> list[Run]:

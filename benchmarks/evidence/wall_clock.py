@@ -7,13 +7,13 @@
 Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, warm-up, crops and
 precision, the same learning rates tried by both. open_clip runs its own command, `open_clip_train.main`, with
 --torchcompile, and evaluates after every epoch, as `leanclip train` does here, which decides by itself whether to
-compile. Every run starts with empty caches of compiled code; with --reuse-caches, which saves device time, only the
-first of each trainer and loss does, and the later ones are charged with its compilation. An epoch of open_clip's is
-rounded up to as many whole batches for each worker, one of leanclip's down to whole batches.
+compile. Every run starts with empty caches of compiled code and without an index of its shards. An epoch of
+open_clip's is rounded up to as many whole batches for each worker, one of leanclip's down to whole batches.
 
-The clock starts with the process. Time inside evaluations is left out on both sides. Two parts are also shown apart:
-`startup`, until the first training step begins (imports, model, data; leanclip also measures what fits), and
-`compile`, what the first epoch took longer than the median of the others. The target is the final recall of
+The clock starts with the process. Time inside evaluations is left out on both sides, but for what leanclip's first
+one, before the first step, takes longer than the others: that is start-up. Two parts are also shown apart: `startup`,
+until the first training step begins (imports, model, data; leanclip also asks what fits), and `compile`, what the
+first epoch took longer than the median of the others. The target is the final recall of
 open_clip's best run; the run of leanclip that is compared is its best by final recall, too; the time of each is that
 of its first epoch at or above the target, so a baseline that was good early is not charged for the rest. A run whose
 last epoch is in the CSV file is not run again.
@@ -49,7 +49,7 @@ HERE = Path(__file__).parent
 EMOJI = HERE.parents[1] / "src/leanclip/data/emoji"
 FIELDS = (
     "trainer", "loss", "lr", "seed", "model", "batch", "epochs", "samples", "workers", "epoch", "seconds",
-    "startup_seconds", "caches", "evaluation_seconds", "text_to_image_recall_at_10", "image_to_text_recall_at_10",
+    "startup_seconds", "evaluation_seconds", "text_to_image_recall_at_10", "image_to_text_recall_at_10",
     "trainer_command", *table.PROVENANCE,
 )  # fmt: skip
 TINY = {
@@ -146,10 +146,9 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -
     work.mkdir()
     given = flags(trial, arguments, data, work / "logs")
     command = [sys.executable, str(HERE / "stopwatch.py"), trial.trainer, str(work / "events"), str(arguments.model)]
-    caches = folder / f"caches-{trial.trainer}-{trial.loss}"
-    if not arguments.reuse_caches:
-        shutil.rmtree(caches, ignore_errors=True)
-    filled = caches.exists()
+    for index in folder.glob("**/.leanclip-index*"):
+        shutil.rmtree(index) if index.is_dir() else index.unlink()
+    caches = work / "caches"
     places = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "LEANCLIP_CACHE")
     environment = os.environ | {name: str(caches / name.lower()) for name in places}
     began = time.time()
@@ -159,20 +158,23 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -
     events = [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
     if done.returncode or not events:
         raise RuntimeError(f"{trial} ended with code {done.returncode}:\n{(work / 'output').read_text()[-3000:]}")
+    print("  " + last_word(work / "output"), flush=True)
     found, evaluating, startup = [], 0.0, 0.0
-    for begin, end in zip(events[::2], events[1::2], strict=True):
-        seconds = begin["at"] - began - evaluating
-        evaluating += end["at"] - begin["at"]
+    looks = list(zip(events[::2], events[1::2], strict=True))
+    usual = statistics.median(end["at"] - begin["at"] for begin, end in looks if end["epoch"])
+    for begin, end in looks:
+        seconds, took = begin["at"] - began - evaluating, end["at"] - begin["at"]
         if not end["epoch"]:
-            startup = seconds
+            evaluating = min(took, usual)  # what it took longer was the library getting ready
+            startup = seconds + took - evaluating
             continue
+        evaluating += took
         found.append(
             {
                 "trainer": trial.trainer, "loss": trial.loss, "lr": trial.lr, "seed": arguments.seed,
                 "model": arguments.model.stem, "batch": arguments.batch, "epochs": arguments.epochs,
                 "samples": data.samples, "workers": arguments.workers, "epoch": round(end["epoch"]),
                 "seconds": round(seconds, 3), "startup_seconds": round(startup, 3),
-                "caches": "filled" if filled else "empty",
                 "evaluation_seconds": round(evaluating, 3),
                 "text_to_image_recall_at_10": round(end["text_to_image"], 5),
                 "image_to_text_recall_at_10": round(end["image_to_text"], 5),
@@ -180,6 +182,12 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -
             }
         )  # fmt: skip
     return found
+
+
+def last_word(output: Path) -> str:
+    """The last line of a trainer that says how fast it is."""
+    lines = [line.strip() for line in output.read_text().splitlines() if "samples/s" in line or "/s/gpu" in line]
+    return lines[-1] if lines else "(it said nothing of its speed)"
 
 
 def shown(trial: Trial, model: Path, given: list[str], data: Data) -> str:
@@ -245,7 +253,6 @@ class Curve:
     """One run as its rows tell it."""
 
     rows: list[dict[str, str]]
-    added: float = 0.0  # seconds of compilation that an earlier run spent for it
 
     @property
     def name(self) -> str:
@@ -257,7 +264,7 @@ class Curve:
 
     @property
     def seconds(self) -> list[float]:
-        return [float(row["seconds"]) + self.added for row in self.rows]
+        return [float(row["seconds"]) for row in self.rows]
 
     @property
     def startup(self) -> float:
@@ -288,13 +295,9 @@ def best_runs(rows: list[dict[str, str]]) -> dict[str, Curve]:
     runs: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         if tuple(row[name] for name in ("batch", "epochs", "samples", "model")) == newest:
-            runs.setdefault((row["trainer"], row["loss"], row["lr"], row["seed"]), []).append(row)
-    curves = [Curve(run_rows) for run_rows in runs.values()]
-    first = {curve.name: curve.compile for curve in curves if curve.rows[0]["caches"] == "empty"}
+            runs.setdefault((row["trainer"], row["loss"], row["seed"], row["trainer_command"]), []).append(row)
     found: dict[str, Curve] = {}
-    for curve in curves:
-        if curve.rows[0]["caches"] == "filled":
-            curve = Curve(curve.rows, added=max(0.0, first.get(curve.name, 0.0) - curve.compile))
+    for curve in map(Curve, runs.values()):
         if curve.name not in found or curve.recalls[-1] > found[curve.name].recalls[-1]:
             found[curve.name] = curve
     return found
@@ -374,7 +377,6 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, help="no more than this many")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--leanclip-compile", choices=("auto", "on", "off"), default="auto", help="auto: its default")
-    parser.add_argument("--reuse-caches", action="store_true", help="compile once for each trainer and loss")
     parser.add_argument(
         "--limit", type=float, default=math.inf, help="seconds; no run begins that would be over later"
     )

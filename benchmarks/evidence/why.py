@@ -4,12 +4,11 @@
     python benchmarks/evidence/why.py --write                 # text from the rows there are
     python benchmarks/evidence/why.py --quick                 # tries the code, on a CPU too; nothing is kept
 
-One run of fastclip-v3 at batch 128. At each of its measured points, with the weights as they are: for some of the
-samples g, the mean over *all* other samples of exp((s_ij - s_ii) / tau), is computed, and beside it what a batch
-knows (the same mean over as many samples as a batch has) and what the running estimate knows (its u). A loss that
-divides by a better estimate has a better gradient; InfoNCE has the batch's. Samples are taken as they are, without
-crops, each with its first caption; u has seen crops and all captions, so it is not only late but of other pictures,
-too.
+One run of fastclip-v3 at batch 128. At each of its measured points, with the weights as they are, for some of the
+samples: g, the mean of exp((s_ij - s_ii) / tau) over *all* other samples j and over several views (crops and captions
+drawn as in training); beside it what one batch knows, the same mean over as many samples as a batch has, in one view;
+and what the running estimate knows, its u. A loss that divides by a better estimate has a better gradient; InfoNCE
+has the batch's.
 """
 
 import math
@@ -18,13 +17,13 @@ from functools import partial
 import quality
 import table
 import torch
-from runs import Experiment, Place, Run, experiment, train
+from runs import Experiment, Place, Run, augmented, experiment, train
 from torch import Tensor
 
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.training.pieces import Pieces
 
-ANCHORS = 1024
+ANCHORS, VIEWS = 1024, 4
 FIGURES = (
     "tau", "log_g", "batch_bias", "batch_spread", "estimate_bias", "estimate_spread", "effective_negatives",
     "share_of_first_100",
@@ -36,32 +35,44 @@ FIELDS = ("run", "seed", *MEASURED, *FIGURES, *table.PROVENANCE)
 @torch.no_grad()
 def look(place: Place, batch: int, pieces: Pieces) -> dict[str, float]:
     """How far from the truth, in nats: what a batch says of log g, and what the estimate says. Both directions."""
-    data, loss, model = place.photos.train, pieces.loss, place.model.eval()
+    loss, count = pieces.loss, len(place.photos.train.images)
     assert isinstance(loss, GlobalContrastiveLoss) and loss.state is not None
-    first = data.first[:-1]
-    with place.autocast:
-        images = torch.cat([model.encode_image(part) for part in data.images.split(2000)]).float()
-        texts = torch.cat([model.encode_text(data.tokens[part].long()) for part in first.split(5000)]).float()
-    model.train()
-    draw = torch.Generator().manual_seed(0)
-    anchors = torch.randperm(len(images), generator=draw)[:ANCHORS].to(images.device)
-    tau = float(loss.temperature())
+    tau, draw = float(loss.temperature()), torch.Generator().manual_seed(0)
+    anchors = torch.randperm(count, generator=draw)[:ANCHORS].to(place.device)
+    few = torch.randint(count, (len(anchors), batch - 1), generator=draw).to(place.device)  # others for each anchor
     known = loss.state.read(["log_u"], (anchors, anchors))["log_u"]
-    exact, of_batch, spreads, firsts = [], [], [], []
-    for own, others in ((images, texts), (texts, images)):
-        exponents = differences(own[anchors], others, anchors) / tau
-        few = torch.randperm(len(images), generator=draw)[: batch - 1].to(images.device)
-        exact.append(log_mean(exponents))
-        of_batch.append(log_mean(exponents[:, few]))
-        weights = exponents.softmax(1)
-        spreads.append(torch.special.entr(weights).sum(1).exp().mean())
-        firsts.append(weights.topk(min(100, weights.shape[1]), dim=1).values.sum(1).mean())
-    truth = torch.stack(exact)
-    figures = {"log_g": truth.mean(), "effective_negatives": sum(spreads) / 2, "share_of_first_100": sum(firsts) / 2}
-    for name, told in (("batch", torch.stack(of_batch)), ("estimate", known)):
-        error = (told - truth)[told.isfinite()]  # an anchor may not have been visited, or be one of the few itself
-        figures |= {f"{name}_bias": error.mean(), f"{name}_spread": error.std()}
-    return {name: float(value) for name, value in figures.items()} | {"tau": tau}
+    of_batch, figures = torch.zeros_like(known), {"effective_negatives": 0.0, "share_of_first_100": 0.0}
+    means = []
+    for number in range(VIEWS):
+        pair = view(place, number)
+        for side, (own, others) in enumerate((pair, pair[::-1])):
+            exponents = differences(own[anchors], others, anchors) / tau
+            means.append(log_mean(exponents))
+            if number == 0:
+                of_batch[side] = log_mean(exponents.gather(1, few))
+                weights = exponents.softmax(1)
+                first = weights.topk(min(100, weights.shape[1]), dim=1).values.sum(1)
+                figures["effective_negatives"] += float(torch.special.entr(weights).sum(1).exp().mean()) / 2
+                figures["share_of_first_100"] += float(first.mean()) / 2
+    truth = torch.stack(means).view(VIEWS, 2, -1).logsumexp(0) - math.log(VIEWS)
+    for name, told in (("batch", of_batch), ("estimate", known)):
+        error = (told - truth)[told.isfinite()]  # not every sample has been visited yet
+        figures |= {f"{name}_bias": float(error.mean()), f"{name}_spread": float(error.std())}
+    return figures | {"log_g": float(truth.mean()), "tau": tau}
+
+
+def view(place: Place, number: int) -> tuple[Tensor, Tensor]:
+    """Embeddings of all training samples, each cropped and with one of its captions, as a training batch has them."""
+    data, model = place.photos.train, place.model.eval()
+    draw = torch.Generator().manual_seed(number)
+    crops = torch.Generator(place.device).manual_seed(number)
+    several = data.first.diff()
+    chosen = data.first[:-1] + (torch.rand(len(several), generator=draw).double() * several).long()
+    with place.autocast:
+        images = [model.encode_image(augmented(part, crops)) for part in data.images.split(2000)]
+        texts = [model.encode_text(data.tokens[part].long()) for part in chosen.split(5000)]
+    model.train()
+    return torch.cat(images).float(), torch.cat(texts).float()
 
 
 def differences(own: Tensor, others: Tensor, at: Tensor) -> Tensor:
@@ -94,20 +105,22 @@ def paragraph(rows: list[dict[str, str]]) -> str:
             f" | {number['effective_negatives']:,.0f} | {100 * number['share_of_first_100']:.0f}% |"
         )
     last = {name: float(rows[-1][name]) for name in FIGURES}
-    better = "smaller" if last["estimate_spread"] < last["batch_spread"] else "not smaller"
+    errors = {name: math.hypot(last[f"{name}_bias"], last[f"{name}_spread"]) for name in ("estimate", "batch")}
+    better = "better" if errors["estimate"] < errors["batch"] else "no better"
     note = (
-        f"log g in nats, of {ANCHORS:,} samples against all others, one run of fastclip-v3, seed {rows[-1]['seed']}."
-        f" At the end the running estimate scatters by {last['estimate_spread']:.2f} around the truth, one batch by"
-        f" {last['batch_spread']:.2f}: the estimate's error is {better}. Negatives that count: the exponential of the"
-        " entropy of an anchor's softmax over all samples."
+        f"log g in nats, of {ANCHORS:,} samples against all others, over {VIEWS} views; one run of fastclip-v3, seed"
+        f" {rows[-1]['seed']}. At the end the running estimate is off by {errors['estimate']:.2f} (root mean square)"
+        f" and one batch by {errors['batch']:.2f}: the estimate is {better} than the batch. Negatives that count: the"
+        " exponential of the entropy of an anchor's softmax over all samples."
     )
     return "\n".join([*lines, "", note, ""])
 
 
 def measure(asked: Experiment, run: Run) -> None:
+    """All points or none are written down."""
     place = asked.place()
-    steps = 2 if asked.quick else None
-    for point in train(run, place, steps, partial(look, place, run.batch)):
+    points = list(train(run, place, 2 if asked.quick else None, partial(look, place, run.batch)))
+    for point in points:
         figures = {name: round(point[name], 5) for name in (*MEASURED, *FIGURES)}
         row = {"run": run.key(asked.recipe), "seed": run.seed} | figures | table.provenance()
         table.append(asked.results / "why.csv", FIELDS, row)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from resume_worker import KilledAfter
+from resume_worker import Killed, KilledAfter
 from rich.console import Console
 from training_worker import vit_file
 
@@ -44,7 +44,7 @@ def train_on_shards(ranks, folder, pattern, logs, stop, resume=False, workers=0,
     complaint = ""
     _Trainer.take_step = watched
     try:
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(Killed):
             train(job, directory, Console(quiet=True), stop=KilledAfter(stop))
     except UserError as error:
         complaint = str(error)

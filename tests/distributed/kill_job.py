@@ -111,6 +111,7 @@ class Job:
 
 def _rank(arguments, rank, size, port, output, environment):
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in the background of a script
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), **environment,
@@ -135,7 +136,8 @@ def _free_port():
         return probe.getsockname()[1]
 
 
-KINDS = ("all", "one", "writing", "term", "usr1")
+KINDS = ("all", "one", "writing", "term", "usr1", "int")
+CODES = {"term": 75, "usr1": 75, "int": 130}
 
 
 def strike(job, kind, draw, steps, left):
@@ -157,7 +159,7 @@ def strike(job, kind, draw, steps, left):
     if kind == "one":
         job.send(signal.SIGKILL, [draw.randrange(len(job.processes))])
     else:
-        job.send({"term": signal.SIGTERM, "usr1": signal.SIGUSR1}.get(kind, signal.SIGKILL))
+        job.send({"term": signal.SIGTERM, "usr1": signal.SIGUSR1, "int": signal.SIGINT}.get(kind, signal.SIGKILL))
     return hit and not job.over
 
 
@@ -197,8 +199,8 @@ def interrupted(settings, folder, logs, kinds, sizes, seed):
             hit = strike(job, kind, draw, settings.steps, left=len(kinds) - number)
             codes = job.wait()
             hits.append((kind, size, hit, codes))
-            if kind in ("term", "usr1") and hit and not all(code == 0 for code in codes):
-                assert codes == [75] * size, f"{codes}\n{job.said()}"
+            if kind in CODES and hit and not all(code == 0 for code in codes):
+                assert codes == [CODES[kind]] * size, f"{codes}\n{job.said()}"
     found = finish(settings, sizes[-1], folder, logs)
     return found, hits
 

@@ -14,6 +14,10 @@ from leanclip.training.config import ParallelConfig
 from leanclip.training.stopping import Stopping
 
 
+class Killed(BaseException):
+    pass
+
+
 class KilledAfter(Stopping):
     """Ends a run in the middle, without a last checkpoint."""
 
@@ -23,7 +27,7 @@ class KilledAfter(Stopping):
 
     def after(self, step):
         if step > self.step:
-            raise KeyboardInterrupt
+            raise Killed
 
 
 def train_part(ranks, folder, logs, stop, resume=False, parallel=None):
@@ -40,6 +44,6 @@ def train_part(ranks, folder, logs, stop, resume=False, parallel=None):
     job = set_up(config)
     directory = RunDirectory(Path(job.config.run.logs) / "run")
     job.ranks.once(lambda: prepare(job, directory))
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(Killed):
         train(job, directory, Console(quiet=True), stop=KilledAfter(stop))
     return {}

@@ -21,7 +21,13 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [("all", 2), ("one", 2), ("writing", 2), ("term", 3), pytest.param("usr1", 1, marks=pytest.mark.slow)],
+    [
+        ("all", 2),
+        ("one", 2),
+        ("writing", 2),
+        ("term", 3),
+        *(pytest.param(kind, size, marks=pytest.mark.slow) for kind, size in (("usr1", 1), ("int", 2))),
+    ],
     ids=lambda value: str(value),
 )
 def test_a_killed_run_ends_like_an_uninterrupted_one(kind, size, uninterrupted, tmp_path):

@@ -197,7 +197,7 @@ def test_bad_ids_are_explained(ids, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: leanclip.create_loss("fastclip"), "unknown loss 'fastclip'; did you mean fastclip-v"),
+        (lambda: leanclip.create_loss("fastclip"), "unknown loss 'fastclip'; did you mean fastclip-v3"),
         (lambda: leanclip.create_loss("fastclip-v3"), "give num_samples"),
         (lambda: leanclip.create_loss("infonce", rhoo=1), "infonce has no hyper-parameter 'rhoo'"),
         (lambda: leanclip.create_loss("fastclip-v3", num_samples=3, roh=1), "did you mean rho"),
@@ -209,6 +209,19 @@ def test_bad_ids_are_explained(ids, message):
 def test_bad_arguments_are_explained(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("clip", "infonce"), ("openclip", "infonce"), ("cliploss", "infonce"), ("CLIP_loss", "infonce"),
+        ("softmax", "infonce"), ("InfoNCE", "infonce"), ("fastclip", "fastclip-v3"), ("fastclipv3", "fastclip-v3"),
+        ("FastCLIP-v1", "fastclip-v1"), ("sigmoid", "siglip"), ("isogclrr", "isogclr"),
+    ],
+)  # fmt: skip
+def test_another_name_of_a_loss_is_no_alias_but_is_understood(written, meant):
+    with pytest.raises(ValueError, match=rf"unknown loss '{written}'; did you mean {meant}\? The losses are"):
+        leanclip.create_loss(written)
 
 
 def test_a_forgotten_set_epoch_is_warned_about_once():

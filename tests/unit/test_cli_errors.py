@@ -1,5 +1,6 @@
 """Bad input gets one line that names cause and remedy, exit code 2, no traceback."""
 
+import io
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 from leanclip.cli import COMMANDS, main
+from leanclip.data.datasets import BUNDLED
 
 
 def complaint(arguments, capsys):
@@ -149,3 +151,29 @@ def test_help_teaches(command, capsys):
 def test_python_dash_m_is_the_command():
     done = subprocess.run([sys.executable, "-m", "leanclip", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0.1.0"
+
+
+@pytest.mark.parametrize("buffer", [8192, 0])
+@pytest.mark.parametrize("command", ["--help", "plan --help", "data check {}"])
+def test_a_reader_that_has_enough_is_no_error(command, buffer, capsys, monkeypatch):
+    """As `| head`; the last one prints with rich, which has its own way with broken pipes."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with io.TextIOWrapper(os.fdopen(writing, "wb", buffer), write_through=not buffer) as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(SystemExit) as stop:
+            main(command.format(BUNDLED / "val-000000.tar").split())
+        output.write("what is left at the end")
+    assert (stop.value.code, capsys.readouterr().err) == (141, "")
+
+
+def test_another_broken_pipe_is_an_error(monkeypatch):
+    def broken(_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("leanclip.cli._run", broken)
+    reading, writing = os.pipe()
+    with open(reading), open(writing, "w") as output:  # noqa: PTH123
+        monkeypatch.setattr(sys, "stdout", output)
+        with pytest.raises(BrokenPipeError):
+            main(["train"])

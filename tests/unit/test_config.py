@@ -114,3 +114,11 @@ def test_the_rule_passes_through_the_published_points():
     between = interpolated(5_000_000)
     assert PUBLISHED[1].lr < between.lr < PUBLISHED[0].lr and 6.5 < between.rho < 8.5
     assert interpolated(1000).rho == 6.5 and interpolated(10**9).rho == 16
+
+
+@pytest.mark.parametrize(("steps", "every"), [(7, 10), (10, 10), (99, 10), (224, 22), (5000, 500)])
+def test_short_runs_do_not_evaluate_all_the_time(steps, every):
+    config = override(TrainConfig(), {"max_steps": steps, "epochs": 5000, "warmup": 0}, "test")
+    assert fill(config, samples=1000).run.eval_every == every
+    asked = override(config, {"eval_every": 1}, "test")
+    assert fill(asked, samples=1000).run.eval_every == 1

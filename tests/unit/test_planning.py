@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanclip.cli import main
-from leanclip.cli.plan import count
+from leanclip.cli.plan import count, does_not_fit
 from leanclip.data import DataConfig
 from leanclip.distributed import Ranks, traffic
 from leanclip.errors import UserError
@@ -490,11 +490,35 @@ def test_a_command_starts_as_many_processes_as_were_planned(capsys, small):
     assert out.count("--grad-checkpointing 1") == 1
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_whoever_waits_at_a_terminal_sees_what_for(terminal, capsys, small, monkeypatch):
+    def traced(*_, **__):
+        raise NotImplementedError("enough seen")
+
+    monkeypatch.setattr("leanclip.training.search.predict_step", traced)
+    monkeypatch.setenv("COLUMNS", "500")
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # which is a terminal to rich
+    flags = ("--model", small, "--gpu", "A10", "--global-batch-size", "600", "--micro-batch", "300")
+    _, out, err = plan(capsys, *flags, "--grad-checkpointing", "1")
+    assert out == "" and "enough seen" in err
+    assert (f"tracing a step of {small}, micro-batch 300 of 600, 1 blocks recomputed" in err) == terminal
+
+
 def test_what_does_not_fit_is_said_in_a_line(capsys, small):
     code, out, err = plan(
         capsys, "--model", small, "--gpu-memory", "0.1", "--global-batch-size", "64", "--compile", "off"
     )
     assert code == 2 and out == "" and "does not fit into 0.1 GiB" in err and err.count("\n") == 1
+    assert err.endswith("; take a larger GPU or a smaller model\n")
+
+
+@pytest.mark.parametrize(("gpus", "fsdp", "advised"), [(1, False, False), (2, False, True), (2, True, False)])
+def test_what_can_be_split_over_gpus_is_advised_where_there_are_several(gpus, fsdp, advised):
+    config = TrainConfig(parallel=ParallelConfig(fsdp=fsdp), data=DataConfig(global_batch_size=64))
+    said = does_not_fit(config, card_named("A10"), 1 << 30, most=0, gpus=gpus)
+    assert ("take --fsdp, a larger GPU or a smaller model" in said) == advised
+    assert ("--fsdp" in said) == advised
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ def found(**seconds):
     )
 
 
-def job(device="cuda", parts=1, precision="amp_bf16", checkpointing=False):
+def job(device="cuda", parts=1, precision="amp_bf16", checkpointing=False, workers=4):
     config = SimpleNamespace(
-        data=SimpleNamespace(workers=4),
+        data=SimpleNamespace(workers=workers),
         run=SimpleNamespace(precision=precision),
         parallel=SimpleNamespace(grad_checkpointing=checkpointing),
     )
@@ -63,6 +63,11 @@ def test_the_command_prints_and_leaves_nothing(tmp_path, capsys):
         (found(loss=3.0, backward=5.0), job(), "bound by the loss"),
         (found(backward=5.0, launching=4.9), job(), "bound by the host"),
         (found(backward=5.0, launching=4.9), job(device="cpu"), "towers' arithmetic: 100% of the time, at 30%"),
+        (found(backward=5.0), job(device="cpu"), "Take a smaller model or image, or a GPU."),
+        (found(data=3.0, backward=5.0), job(device="cpu", workers=0), "Raise --workers (0 now"),
+        (found(data=3.0, backward=5.0), job(device="cpu", workers=999), "of the time. Pack the images at"),
+        (found(loss=3.0, backward=5.0), job(device="cpu"), "A smaller --global-batch-size helps"),
+        (found(communication=3.0, backward=5.0), job(device="cpu"), "A larger --global-batch-size"),
         (found(backward=5.0), job(parts=4), "4 micro-batches embed everything twice"),
         (found(backward=5.0), job(checkpointing=True), "leave it out if the memory allows"),
         (found(backward=5.0), job(precision="fp32"), "--precision amp_bf16"),

@@ -70,7 +70,7 @@ def test_compiling_is_to_save_more_than_it_takes():
         )
 
     assert 1024 <= first("ViT-B-32", 2048) <= 2048
-    assert first("ViT-B-32", 64) > 16 * first("ViT-B-32", 2048)  # recorded: launching costs nothing
+    assert first("ViT-B-32", 64) > 4 * first("ViT-B-32", 2048)  # recorded: launching costs little
     assert first("ViT-B-32", 64, graph="off") == first("ViT-B-32", 512, ranks=8) == 4096  # they wait for launches
     assert first("ViT-B-32", 65536, ranks=32) == first("ViT-B-32", 2048)
     assert first("RN50", 2048) <= 2048 and first("coca_ViT-B-32", 2048) <= 2048

@@ -2,7 +2,9 @@
 
 import importlib
 import os
+import select
 import sys
+from typing import NoReturn
 
 from leanclip.errors import UserError
 
@@ -19,17 +21,47 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command. Mistakes of the user end in one line on stderr and exit code 2."""
+    alone = arguments is None  # in a process of its own
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        sys.exit(_run(arguments))
+        try:
+            sys.exit(_run(arguments))
+        finally:
+            sys.stdout.flush()  # now, not at the very end, where nobody could take a broken pipe for what it is
     except UserError as error:
         if not error.told:
             print(f"leanclip: {_rank()}{error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        hint = "; the last checkpoint stays, go on with the same --name and --resume auto (SIGTERM saves first)"
-        print(f"leanclip: interrupted{hint if arguments[:1] == ['train'] else ''}", file=sys.stderr)
+        training = arguments[:1] == ["train"]
+        hint = "; the last checkpoint stays, go on with the same --name and --resume auto"
+        print(f"leanclip: {_rank()}interrupted{hint if training else ''}", file=sys.stderr)
+        if training and alone:
+            _leave(130)
         sys.exit(130)
+    except (BrokenPipeError, SystemExit) as stop:
+        if not _unread(stop):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is not printed yet has to go somewhere
+        sys.exit(141)  # as SIGPIPE ends other programs
+
+
+def _unread(stop: BaseException) -> bool:
+    """Whether nobody reads what is printed, as in `leanclip ... | head -3`."""
+    if isinstance(stop, SystemExit):
+        return isinstance(stop.__context__, BrokenPipeError)  # rich has noticed it
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0))
+
+
+def _leave(code: int) -> NoReturn:
+    """At once, without waiting for a checkpoint that is being written."""
+    import multiprocessing
+
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
 
 
 def _rank() -> str:

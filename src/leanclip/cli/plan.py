@@ -1,6 +1,8 @@
 """leanclip plan: what fits, how fast it will be, and the command, before anything is launched."""
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,7 +22,7 @@ from leanclip.planning.trace import UNTRACED
 from leanclip.training import TrainConfig
 from leanclip.training.defaults import fill, total_steps
 from leanclip.training.predict import PARTS
-from leanclip.training.search import USED, Option, largest_batch, options
+from leanclip.training.search import USED, Option, Tell, largest_batch, options, silent
 
 DESCRIPTION = """Say what a training run needs, without running it and without a GPU.
 
@@ -80,22 +82,27 @@ def run(arguments: list[str]) -> None:
     default = PlanCommand(recipe=chosen["recipe"], config=chosen["config"], settings=settings)
     command = parse(PlanCommand, arguments, command="plan", description=DESCRIPTION, default=default)
     console = Console(soft_wrap=True, highlight=False)
-    samples, card = count(command.samples), card_of(command)
-    config = resolved(command, samples)
-    room = int(USED * card.memory)
+    samples = count(command.samples)
     network = NETWORKS[command.network or ("nvlink" if command.gpus <= PER_HOST else "infiniband")]
-    asked = {
-        "samples": samples, "ranks": command.gpus, "card": card, "room": room,
-        "caption_length": command.caption_length,
-    }  # fmt: skip
-    try:
-        found = sorted(options(config, network=network, **asked), key=lambda option: option.seconds)
-        most = largest_batch(config, **asked)
-    except UNTRACED as error:
-        raise UserError(f"{config.model.model} cannot be traced without data: {error}") from error
-    if not found:
-        raise UserError(does_not_fit(config, card, room, most, command.gpus))
-    best = found[0]
+    with waiting() as tell:
+        card = card_of(command, tell)
+        config = resolved(command, samples)
+        room = int(USED * card.memory)
+        asked = {
+            "samples": samples, "ranks": command.gpus, "card": card, "room": room,
+            "caption_length": command.caption_length, "tell": tell,
+        }  # fmt: skip
+        try:
+            found = sorted(options(config, network=network, **asked), key=lambda option: option.seconds)
+            most = largest_batch(config, **asked)
+        except UNTRACED as error:
+            raise UserError(f"{config.model.model} cannot be traced without data: {error}") from error
+        if not found:
+            raise UserError(does_not_fit(config, card, room, most, command.gpus))
+        best = found[0]
+        if command.compare:
+            tell("tracing the losses of others")
+        compared = comparison(best, samples) if command.compare else None
     console.print(f"{title(config, command.gpus)} on {command.gpus} x {card.name}, {card.memory / 1e9:.0f} GB")
     console.print(memory_table(best, card, room))
     console.print(*lines(best, card, network.name, samples), sep="\n")
@@ -103,12 +110,23 @@ def run(arguments: list[str]) -> None:
         console.print(f"also fits:     {way(other)}: {other.samples_per_second:,.0f} samples/s, {gib(other)} GiB")
     limit = " (no more --samples)" if most > samples - 1024 * command.gpus else ""
     console.print(f"largest batch: {most:,} in micro-batches{limit}")
-    if command.compare:
-        console.print(comparison(best, samples))
+    if compared is not None:
+        console.print(compared)
     console.print(f"run:           {command_line(best, arguments)}")
     if not config.parallel.pad_text:
         length = f"{command.caption_length:g}"
         console.print(f"(for captions of {length} tokens on average, --caption-length)", style="dim")
+
+
+@contextmanager
+def waiting() -> Iterator[Tell]:
+    """Whoever waits at a terminal sees on stderr what for; nobody else does."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield silent
+        return
+    with console.status("") as status:
+        yield status.update
 
 
 def count(text: str) -> int:
@@ -123,10 +141,11 @@ def count(text: str) -> int:
     return number
 
 
-def card_of(command: PlanCommand) -> Card:
+def card_of(command: PlanCommand, tell: Tell = silent) -> Card:
     if command.gpu is not None:
         card = card_named(command.gpu)
     elif torch.cuda.is_available():
+        tell("measuring the GPU")
         card = calibrated(torch.device("cuda"))
     else:
         wanted = command.gpu_memory or 80
@@ -232,7 +251,8 @@ def comparison(option: Option, samples: int) -> Table:
 
 
 def does_not_fit(config: TrainConfig, card: Card, room: int, most: int, gpus: int) -> str:
-    advice = f"the largest batch that does is {most:,}" if most else "take a larger GPU, --fsdp or a smaller model"
+    split = " --fsdp," if gpus > 1 and not config.parallel.fsdp else ""
+    advice = f"the largest batch that does is {most:,}" if most else f"take{split} a larger GPU or a smaller model"
     return f"{title(config, gpus)} does not fit into {room / GIB:.1f} GiB of {gpus} x {card.name}; {advice}"
 
 

@@ -30,7 +30,7 @@ DESCRIPTION = """Train a CLIP model.
 
 A run is a recipe, a TOML file, flags, or any mix; flags win. Without --train-data it trains on the bundled emoji.
 The directory LOGS/NAME gets config.toml (give it back with --config to repeat the run), metrics.jsonl, TensorBoard
-files and checkpoints that open_clip loads.
+files and checkpoints that open_clip loads. Ctrl-C saves before it ends the run; --name NAME --resume auto goes on.
 
   leanclip train --recipe demo
   leanclip train --train-data 'shards/{00000..00331}.tar' --val-data val.tar --model ViT-B-32 --global-batch-size 1024
@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> None:
         with stop.listening():
             stopped = start(settings, dry_run=command.dry_run, profiled=command.profile, alive=PROGRESS, stop=stop)
     if stopped:
-        sys.exit(exit_code())
+        sys.exit(exit_code(stopped))
 
 
 def going_on(settings: TrainConfig) -> TrainConfig:
@@ -96,19 +96,19 @@ def going_on(settings: TrainConfig) -> TrainConfig:
 
 def start(
     settings: TrainConfig, *, dry_run: bool, profiled: bool = False, alive: Callable[[], None], stop: Stopping
-) -> bool:
-    """This process's part of a run: the first one speaks and writes. Says whether it was stopped before its end."""
+) -> str | None:
+    """This process's part of a run: the first one speaks and writes. Says why it was stopped, if it was."""
     job = set_up(settings)
     assert job.config.run.name is not None
     console = Console(soft_wrap=True, highlight=False, quiet=not job.ranks.first)
     directory = RunDirectory(Path(job.config.run.logs) / job.config.run.name)
     if dry_run:
         job.ranks.once(lambda: preview(job, directory, console))
-        return False
+        return None
     if profiled:
         found = profile(job)
         console.print(found.table(), *summary(found, job), sep="\n")
-        return False
+        return None
     job.ranks.once(lambda: prepared(job, directory))
     if left_out := job.data.train.source.broken:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in left_out.items())
@@ -126,9 +126,10 @@ def start(
         console.print(f"micro-batches: {job.pieces.parts} of {each} samples a step")
     last, stopped = train(job, directory, console, alive, stop)
     if stopped:
-        console.print(f"stopped, since {stopped}: the same command with --resume auto goes on")
+        name = "" if settings.run.name else f"--name {job.config.run.name} "
+        console.print(f"stopped, since {stopped}: the same command with {name}--resume auto goes on")
     console.print(f"checkpoint: {last}", f"report:     leanclip report {directory.path}", sep="\n")
-    return stopped is not None
+    return stopped
 
 
 def prepared(job: Job, directory: RunDirectory) -> None:

@@ -221,6 +221,7 @@ def _unchanged(batch: Any) -> Any:
 def _start_worker(_: int) -> None:
     """The processes are the parallelism. What tells the run to stop is for the process that trains, not for these."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

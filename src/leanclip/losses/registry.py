@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -87,6 +88,10 @@ SPECS = {
     ),
 }
 LOSSES = tuple(SPECS)
+MEANT = {
+    "clip": "infonce", "openclip": "infonce", "discoclip": "infonce", "softmax": "infonce", "contrastive": "infonce",
+    "sigmoid": "siglip", "fastclip": "fastclip-v3",
+} | {name.replace("-", ""): name for name in SPECS}  # fmt: skip
 
 
 def create_loss(
@@ -104,7 +109,8 @@ def create_loss(
 
 def spec_of(name: str) -> Spec:
     if name not in SPECS:
-        near = difflib.get_close_matches(name, LOSSES, n=1)
+        meant = MEANT.get(re.sub("[-_ ]|loss$", "", name.lower()))
+        near = [meant] if meant else difflib.get_close_matches(name, LOSSES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ";"
         raise ValueError(f"unknown loss {name!r}{hint} The losses are {', '.join(LOSSES)}")
     return SPECS[name]

@@ -50,7 +50,7 @@ class RunConfig:
     log_every: int = 10
     """Steps between log lines."""
     eval_every: int | None = None
-    """Steps between evaluations; 0 evaluates only before and after. Default: a tenth of the run."""
+    """Steps between evaluations; 0 evaluates only before and after. Default: a tenth of the run, at least 10."""
     zero_shot: tuple[str, ...] = ()
     """Labelled images to classify at each evaluation: tar shards with .cls files and a classnames.txt, or a folder
     for each class. May be given several times. The bundled data bring their own."""
@@ -72,7 +72,7 @@ class RunConfig:
     """End the run when a checkpoint cannot be written. Default: warn, go on, and try again at the next."""
     max_hours: float | None = None
     """After this many hours finish the step, save, and exit with code 75; --resume auto goes on. SIGTERM and SIGUSR1
-    do the same."""
+    do the same, and Ctrl-C with code 130."""
     best_metric: str = "text_to_image_recall@10"
     """The checkpoint with the highest value of this is kept as checkpoints/best. Of a zero-shot set: NAME/top1."""
     ema: float | None = None

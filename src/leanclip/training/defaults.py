@@ -15,7 +15,8 @@ from leanclip.models import is_resnet
 from leanclip.optim import OptimConfig
 from leanclip.training.config import RunConfig, TrainConfig
 
-FEWEST_STEPS = 100  # between checkpoints, unless asked for: short runs end before they are worth one
+# Between evaluations and between checkpoints, unless asked for: short runs would do little else.
+FEWEST_TO_EVALUATE, FEWEST_TO_SAVE = 10, 100
 
 
 class Published(NamedTuple):
@@ -114,8 +115,8 @@ def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | Non
     if run.save_frequency is not None:
         save_every = run.save_frequency * epoch
     return {
-        "eval_every": max(1, steps // 10) if eval_every is None else eval_every,
-        "save_every": max(FEWEST_STEPS, steps // 20) if save_every is None else save_every,
+        "eval_every": max(FEWEST_TO_EVALUATE, steps // 10) if eval_every is None else eval_every,
+        "save_every": max(FEWEST_TO_SAVE, steps // 20) if save_every is None else save_every,
         "val_frequency": None,
         "save_frequency": None,
     }

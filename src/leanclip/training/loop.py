@@ -156,8 +156,11 @@ class _Trainer:
     def run_and_settle(self) -> Ending:
         try:
             return self.run()
-        finally:
+        except KeyboardInterrupt:
+            raise  # the second one: at once
+        except BaseException:
             self.checkpoints.settle()  # what is being written when the run breaks off is worth waiting for
+            raise
 
     def run(self) -> Ending:
         job, run, stopped = self.job, self.job.config.run, None
@@ -169,6 +172,7 @@ class _Trainer:
         if self.step == 0:
             self.evaluate()
         self.texts()
+        self.stop.tell = self.progress.print
         while not stopped:
             for batch in self.batches():
                 job.loss.set_epoch(self.epoch + self.epoch_step / job.loader.steps_per_epoch, job.epochs)

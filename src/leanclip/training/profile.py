@@ -222,9 +222,12 @@ def verdict(found: Profile, job: Job) -> str:
     towers = sum(found.share(phase) for phase in ("image tower", "text tower", "backward"))
     if found.share("data") > 0.2:
         workers, cores = job.config.data.workers, os.cpu_count() or 1
+        remedy = f"Raise --workers ({workers} now, {cores} cores here), or pack"
+        if job.device.type == "cpu" and workers >= cores:  # more would take them from the towers
+            remedy = "Pack"
         return (
-            f"bound by the data: the step waits {found.share('data'):.0%} of the time. Raise --workers ({workers}"
-            f" now, {cores} cores here), or pack the images at the training size (leanclip data pack)"
+            f"bound by the data: the step waits {found.share('data'):.0%} of the time. {remedy} the images at the"
+            " training size (leanclip data pack)"
         )
     if found.share("communication") > 0.2:
         return (
@@ -242,6 +245,8 @@ def verdict(found: Profile, job: Job) -> str:
         remedy = " --grad-checkpointing computes the blocks twice: leave it out if the memory allows (leanclip plan)."
     elif job.device.type == "cuda" and job.config.run.precision in ("fp32", "fp64"):
         remedy = " --precision amp_bf16 multiplies several times faster."
+    elif job.device.type == "cpu":
+        remedy = " Take a smaller model or image, or a GPU."
     return (
         f"bound by the towers' arithmetic: {towers:.0%} of the time, at {found.mfu:.0%} of the matrix rate.{remedy}"
     )

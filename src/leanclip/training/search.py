@@ -13,6 +13,12 @@ from leanclip.training.towers import build_towers, depth
 USED = 0.92  # of the memory: the allocator needs room to move, CUDA and NCCL take some for themselves
 LITTLE = (512, 128, 32, 8)  # samples of a micro-batch that leaves half of the free memory to the batch
 BUCKET = 25 << 20  # bytes of the last gradients, whose averaging nothing hides
+Tell = Callable[[str], None]
+"""Hears what is being done now, for whoever waits."""
+
+
+def silent(_: str) -> None:
+    pass
 
 
 @dataclass
@@ -25,6 +31,7 @@ class Search:
     capability: tuple[int, int]
     processors: int
     caption_length: float | None = None
+    tell: Tell = silent
 
     def __post_init__(self) -> None:
         self.known: dict[int, Predicted] = {}
@@ -37,6 +44,7 @@ class Search:
     def step(self, micro: int) -> Predicted:
         parts = -(-self.share // micro)
         if parts not in self.known:
+            self.tell(f"tracing a step of {self.config.model.model}, {self._way(parts)}")
             self.known[parts] = predict_step(
                 self.config,
                 samples=self.samples,
@@ -47,6 +55,12 @@ class Search:
                 caption_length=self.caption_length,
             )
         return self.known[parts]
+
+    def _way(self, parts: int) -> str:
+        size = f"micro-batch {-(-self.share // parts):,} of {self.share:,}" if parts > 1 else f"batch {self.share:,}"
+        recomputed = self.config.parallel.grad_checkpointing
+        number = "all" if recomputed is True else recomputed
+        return f"{size}, {number} blocks recomputed" if recomputed else size
 
     def largest(self, room: int) -> int:
         """The largest micro-batch that needs no more than `room` bytes, in whole eights where there are; 0 for none.
@@ -100,13 +114,14 @@ def options(
     network: Network,
     room: int,
     caption_length: float | None = None,
+    tell: Tell = silent,
 ) -> Iterator[Option]:
     """The ways that fit: the whole share at once, recomputing no more blocks than it must, or in micro-batches."""
 
     @lru_cache(None, typed=True)  # True is not 1 here
     def search(recomputed: bool | int) -> Search:
         tried = replace(config, parallel=replace(config.parallel, grad_checkpointing=recomputed))
-        return Search(tried, samples, ranks, card.capability, card.processors, caption_length)
+        return Search(tried, samples, ranks, card.capability, card.processors, caption_length, tell)
 
     def option(found: Search, micro: int) -> Option:
         return timed(found.config, found.step(micro), micro=micro, ranks=ranks, card=card, network=network)
@@ -170,7 +185,14 @@ SUMMED = ("state", "sums", "batch norm")
 
 
 def largest_batch(
-    config: TrainConfig, *, samples: int, ranks: int, card: Card, room: int, caption_length: float | None = None
+    config: TrainConfig,
+    *,
+    samples: int,
+    ranks: int,
+    card: Card,
+    room: int,
+    caption_length: float | None = None,
+    tell: Tell = silent,
 ) -> int:
     """The largest global batch, of the data's samples at most, that fits in micro-batches; 0 for none.
 
@@ -182,7 +204,7 @@ def largest_batch(
 
     def step(share: int, micro: int) -> Predicted:
         tried = replace(config, data=replace(config.data, global_batch_size=share * ranks))
-        return Search(tried, samples, ranks, card.capability, card.processors, caption_length).step(micro)
+        return Search(tried, samples, ranks, card.capability, card.processors, caption_length, tell).step(micro)
 
     unit = 1024
     sizes = (config.parallel.micro_batch,) if config.parallel.micro_batch else LITTLE
