@@ -117,7 +117,7 @@ class Place:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=cuda)
 
     def begin(self, run: Run) -> None:
-        """Fresh weights where the old ones were: recordings of the towers know them by address."""
+        """Fresh weights in the model that is compiled already."""
         torch.manual_seed(run.seed)
         fresh = create_model(ModelConfig(model=str(self.config))).state_dict()
         with torch.no_grad():
@@ -125,8 +125,9 @@ class Place:
                 value.copy_(fresh[name])
         if run.batch != self.batch:
             torch.compiler.reset()
-            record = self.device.type == "cuda" and worth_recording(self.model, run.batch)
-            self.batch, self.recorder = run.batch, Recorder(self.model, self.autocast) if record else None
+            self.batch = run.batch
+        record = self.device.type == "cuda" and worth_recording(self.model, run.batch)
+        self.recorder = Recorder(self.model, self.autocast) if record else None  # with the loss of this run
         torch.manual_seed(run.seed)
 
 

@@ -31,6 +31,8 @@ from leanclip.losses.temperature import Anchors, ConstantTemperature, GlobalTemp
 class GlobalContrastiveLoss(ContrastiveLoss):
     """One objective for the whole family; `create_loss` puts the pieces of each member together."""
 
+    shares: Tensor
+
     def __init__(
         self,
         *,
@@ -50,14 +52,31 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.temperature_rule, self.state = temperature, state
         self.normalizer, self.value, self.temperature_gradient = normalizer, value, temperature_gradient
         self.inner_rate, self.weight_by_tau = inner_rate, weight_by_tau
-        self.gamma, self.epoch = 1.0, 0
+        self.epoch = 0
+        # 1 - gamma and gamma: what the estimate keeps and takes. On the device, so that a recorded step follows.
+        self.register_buffer("shares", torch.tensor([0.0, 1.0], dtype=torch.float64), persistent=False)
+        self._gamma = 1.0
         self._since_set_epoch: float = math.inf  # samples; more than there are means that a call was forgotten
+
+    @property
+    def gamma(self) -> float:
+        """The inner learning rate."""
+        return self._gamma
+
+    @gamma.setter
+    def gamma(self, value: float) -> None:
+        if value != self._gamma:
+            self._gamma = value
+            for share, number in zip(self.shares, (1 - value, value), strict=True):
+                share.fill_(number)
 
     def set_epoch(self, epoch: float, epochs: int) -> None:
         """Tell the loss where the run is: moves gamma. With `gamma_per_step` give the epoch with its fraction."""
         self.epoch, self._since_set_epoch = math.floor(epoch), 0.0
         if self.inner_rate is not None:
             self.gamma = self.inner_rate(epoch, epochs)
+        if isinstance(self.temperature_rule, IndividualTemperature):
+            self.temperature_rule.begin(self.epoch)
 
     def temperature(self) -> Tensor:
         """The current tau: a scalar, or the mean of the per-sample ones, which all ranks ask for together."""
@@ -86,7 +105,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             # 2. normaliser
             shift = self._shift(matrix, logit, inverse, known)
             log_norm, log_u = self.normalizer(
-                log_g, known.get("log_u"), negatives=max(batch - 1, 1), gamma=self.gamma, shift=shift
+                log_g, known.get("log_u"), negatives=max(batch - 1, 1), shares=self.shares, shift=shift
             )
             anchors = Anchors(tau, log_g, mean_l, log_norm, log_u, (log_g - log_norm).exp())
             # 3. temperature and state
@@ -175,7 +194,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             if shift is not None:
                 values["shift"] = shift
             if isinstance(self.temperature_rule, IndividualTemperature):
-                values |= self.temperature_rule.update(self.state, ids, anchors, self.epoch)
+                values |= self.temperature_rule.update(self.state, ids, anchors)
             self.state.write(ids, values, first_visits=known["log_u"][0].isneginf())
         if self.temperature_gradient is None:
             return []
@@ -204,7 +223,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         state = self.state
         if state is not None:
             metrics |= {
-                "gamma": self.gamma,
+                "gamma": lambda: self.shares[1],
                 "log_u_mean": lambda: anchors.finite_log_u().mean(),
                 "log_u_spread": lambda: anchors.finite_log_u().std(correction=0),
                 "estimate_gap": lambda: (anchors.log_g - anchors.log_u).nan_to_num(0.0, 0.0, 0.0).abs().mean(),

@@ -6,7 +6,7 @@ Nothing here waits for the device and nothing allocates more than a batch beside
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,13 @@ from leanclip.distributed import Ranks, whole
 
 SIDES = ("image", "text")
 Ids = tuple[Tensor, Tensor]  # of a global batch's images and texts; one tensor where they are the same
+
+
+class Undo(NamedTuple):
+    """What a write replaced."""
+
+    visited: Tensor
+    replaced: dict[str, tuple[Tensor, Tensor]]  # by table: where, and the values
 
 
 class SampleState(nn.Module):
@@ -36,8 +43,7 @@ class SampleState(nn.Module):
         for name, value in initial.items():
             self.register_buffer(name, torch.full((self._num_rows(),), value), persistent=False)
         self.register_buffer("visited", torch.zeros((), dtype=torch.int64))
-        self._replaced: dict[str, tuple[Tensor, Tensor]] = {}
-        self._counted: Tensor | None = None
+        self.undo: Undo | None = None
 
     @property
     def block(self) -> range:
@@ -106,22 +112,22 @@ class SampleState(nn.Module):
         last = [last_occurrence(ids[0])]
         last.append(last[0] if ids[1] is ids[0] else last_occurrence(ids[1]))
         once = last[0] == torch.arange(len(last[0]), device=last[0].device)
-        self._replaced, self._counted = {}, self.visited.clone()
+        self.undo = Undo(self.visited.clone(), {})
         self.visited += (first_visits & once).sum()
         rows = self._both_rows(ids)
         for name, both in values.items():
             for side, at, keep, value in zip(SIDES, rows, last, both, strict=True):
                 table = self.get_buffer(f"{name}_{side}")
-                self._replaced[f"{name}_{side}"] = at, table[at]
+                self.undo.replaced[f"{name}_{side}"] = at, table[at]
                 table[at] = value.to(table.dtype)[keep]
 
     def rollback(self) -> None:
         """Undo the last write. A second call does nothing."""
-        for name, (at, value) in self._replaced.items():
-            self.get_buffer(name)[at] = value
-        if self._counted is not None:
-            self.visited.copy_(self._counted)
-        self._replaced, self._counted = {}, None
+        if self.undo is not None:
+            for name, (at, value) in self.undo.replaced.items():
+                self.get_buffer(name)[at] = value
+            self.visited.copy_(self.undo.visited)
+        self.undo = None
 
     def resize(self, num_samples: int) -> None:
         """Grow the tables for new samples; the old ones keep their values. On several ranks all of them call it."""
@@ -138,7 +144,7 @@ class SampleState(nn.Module):
             setattr(self, name, grown)
             self.num_samples = old
         self.num_samples = num_samples
-        self._replaced, self._counted = {}, None
+        self.undo = None
 
     def _num_rows(self) -> int:
         """The block, and one row more on several ranks: what the others own is written there."""

@@ -105,6 +105,8 @@ def robust_gradient(rho: float, form: Literal["published", "exact"], anchors: An
 class IndividualTemperature(nn.Module):
     """One learnable temperature per sample and direction, each with an Adam of its own, in the sample state."""
 
+    in_epoch: Tensor
+
     def __init__(
         self,
         *,
@@ -120,6 +122,9 @@ class IndividualTemperature(nn.Module):
         self.rho, self.lr_tau = rho, lr_tau
         self.tau_min, self.tau_max = tau_min, tau_max
         self.adam, self.betas, self.eps = adam, betas, eps
+        # `published`: this epoch's betas and bias corrections, on the device, so that a recorded step follows.
+        self.register_buffer("in_epoch", torch.tensor(self._in_epoch(0), dtype=torch.float64), persistent=False)
+        self.epoch = 0
 
     def tables(self, tau: float) -> dict[str, float]:
         """The initial values of the tables, for each side."""
@@ -128,24 +133,31 @@ class IndividualTemperature(nn.Module):
             initial["visits"] = 0.0
         return {f"{name}_{side}": value for side in SIDES for name, value in initial.items()}
 
-    def update(
-        self, state: SampleState, ids: tuple[Tensor, Tensor], anchors: Anchors, epoch: int
-    ) -> Mapping[str, Tensor]:
+    def begin(self, epoch: int) -> None:
+        """Of an epoch, once or several times."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.in_epoch.copy_(torch.tensor(self._in_epoch(epoch), dtype=torch.float64))
+
+    def _in_epoch(self, epoch: int) -> list[float]:
+        first, second = self.betas if epoch else (0.0, 0.0)
+        return [first, second, 1 - first ** (epoch + 1), 1 - second ** (epoch + 1)]
+
+    def update(self, state: SampleState, ids: tuple[Tensor, Tensor], anchors: Anchors) -> Mapping[str, Tensor]:
         """The batch's new values, (2, B) each; right for the samples that this rank owns."""
         names = ("tau_m", "tau_v", "visits") if self.adam == "visits" else ("tau_m", "tau_v")
         own = {name: value.to(anchors.tau.dtype) for name, value in state.own(names, ids).items()}
         gradient = anchors.log_norm - anchors.slope() + self.rho
         gradient = gradient.clamp(-GRADIENT_CLAMP, GRADIENT_CLAMP)
-        first, second = self.betas
         values: dict[str, Tensor] = {}
         if self.adam == "visits":
-            exponent = own["visits"] + 1
-            values["visits"] = exponent
+            values["visits"] = exponent = own["visits"] + 1
+            first, second = self.betas
+            first_correction, second_correction = 1 - first**exponent, 1 - second**exponent
         else:
-            first, second = (0.0, 0.0) if epoch == 0 else (first, second)
-            exponent = epoch + 1
+            first, second, first_correction, second_correction = self.in_epoch.to(gradient.dtype).unbind()
         m = torch.lerp(gradient, own["tau_m"], first)
         v = torch.lerp(gradient * gradient, own["tau_v"], second)
-        step = (m / (1 - first**exponent)) / ((v / (1 - second**exponent)).sqrt() + self.eps)
+        step = (m / first_correction) / ((v / second_correction).sqrt() + self.eps)
         tau = (anchors.tau - self.lr_tau * step).clamp(self.tau_min, self.tau_max)
         return values | {"tau": tau, "tau_m": m, "tau_v": v}

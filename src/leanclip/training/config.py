@@ -143,8 +143,8 @@ class ParallelConfig:
     """Compile the towers: faster steps after a first one that takes longer. auto: on a GPU, in runs in which that
     should save more time than it takes."""
     graph: Literal["auto", "on", "off"] = "auto"
-    """Record the towers as CUDA graphs, so that a small model does not wait for the host. auto: on one GPU, where
-    their arithmetic takes less than about 10 ms."""
+    """Record the step as a CUDA graph, so that a small model does not wait for the host. auto: on one GPU, where
+    the towers' arithmetic takes less than about 10 ms."""
     pad_text: bool = False
     """Run the text tower on captions padded to the context length, as OpenCLIP does. Default: on their own tokens
     only, which is the same for causal towers that are read at the end token, and faster."""

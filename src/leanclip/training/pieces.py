@@ -24,7 +24,7 @@ class Pieces:
     batch: int  # the global one
     parts: int = 1  # micro-batches
     texts: Callable[[Tensor, Tensor | None], Any] = lambda tokens, _: tokens  # tokens and lengths to what towers take
-    recorder: Callable[[Batch], Any] | None = None  # the towers as CUDA graphs, where they are worth it
+    recorder: Callable[["Pieces", Batch], Any] | None = None  # the step as a CUDA graph, where that is worth it
     autocast: torch.autocast = field(default_factory=lambda: torch.autocast("cpu", enabled=False))
     grad_clip_norm: float | None = None
     scale: LossScale = field(default_factory=LossScale)

@@ -1,19 +1,20 @@
-"""The towers as CUDA graphs: a small model's kernels are over before the host has launched the next.
+"""A small model's step as a CUDA graph: its kernels are over before the host has launched the next.
 
-The forward pass and the backward pass are recorded once for each shape and replayed; the loss between them, which
-has state and looks at the host's numbers, runs as always.
+Everything from the pixels to the parameters' gradients, the loss with its tables among it, is recorded once for each
+shape and replayed. What changes from step to step lies in tensors: the batch, its ids, gamma, the loss scale.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from leanclip.data import Batch
 from leanclip.losses import LossOutput
+from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.models import TwoTower
 from leanclip.models.text_length import Layout, Texts, layout, text_tower
 from leanclip.training.pieces import Pieces
@@ -31,15 +32,41 @@ class Shape(NamedTuple):
     longest: int
 
 
+class Recording(Protocol):
+    """A function that was called once; `replay` writes what it would give now to where its result lies."""
+
+    made: Any
+
+    def replay(self) -> None: ...
+
+
+class Graph:
+    """The function's kernels. Calling it for the recording runs none of them."""
+
+    def __init__(self, function: Callable[[], Any], pool: Any) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):  # others copy meanwhile
+            self.made = function()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
 class Recorder:
-    """The recorded towers of a model, by shape."""
+    """The recorded steps of a model with one loss, by shape."""
 
-    def __init__(self, model: TwoTower, autocast: torch.autocast) -> None:
-        self.model, self.autocast = model, autocast
+    def __init__(
+        self,
+        model: TwoTower,
+        autocast: torch.autocast,
+        record: Callable[[Callable[[], Any], Any], Recording] = Graph,
+    ) -> None:
+        self.model, self.autocast, self.record = model, autocast, record
         self.met, self.found = Counter[Shape](), dict[Shape, Recorded]()
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle() if record is Graph else None
 
-    def __call__(self, batch: Batch) -> "Recorded | None":
+    def __call__(self, pieces: Pieces, batch: Batch) -> "Recorded | None":
         """Ready to replay with this batch put in; None where the step must run without."""
         if batch.lengths is None:
             return None
@@ -49,59 +76,54 @@ class Recorder:
             self.met[shape] += 1
             if self.met[shape] <= WARM_UP or len(self.found) == SHAPES:
                 return None
-            self.found[shape] = Recorded(self.model, batch, places, self.autocast, self.pool)
+            self.found[shape] = Recorded(self, pieces, batch, places)
         self.found[shape].fill(batch, places)
         return self.found[shape]
 
 
 class Recorded:
-    """Both passes of the towers on tensors that stay where they are."""
+    """A step up to its gradients, on tensors that stay where they are."""
 
-    def __init__(self, model: TwoTower, batch: Batch, places: Layout, autocast: torch.autocast, pool: Any) -> None:
+    def __init__(self, recorder: Recorder, pieces: Pieces, batch: Batch, places: Layout) -> None:
+        model, loss, device = recorder.model, pieces.loss, batch.images.device
         self.images, self.tokens = batch.images.clone(), batch.tokens.clone()
-        self.places = replace(places, table=places.table.to(batch.images.device))
-        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        torch.cuda.synchronize()
-        record = partial(torch.cuda.graph, pool=pool, capture_error_mode="thread_local")  # others copy meanwhile
-        with record(self.forward), autocast:
-            self.pair = model(self.images, Texts.at(self.tokens, self.places))
-        self.pulls = tuple(torch.zeros_like(side) for side in self.pair)
-        trained = [(side, pull) for side, pull in zip(self.pair, self.pulls, strict=True) if side.requires_grad]
-        with record(self.backward):
-            self.gradients = torch.autograd.grad(
-                [side for side, _ in trained], self.parameters, [pull for _, pull in trained], allow_unused=True
-            )
-        self.pair = tuple(side.detach() for side in self.pair)
+        self.ids = batch.sample_ids.to(device, copy=True)
+        self.places = replace(places, table=places.table.to(device, copy=True))
+        self.scale = torch.ones((), device=device)
+        self.state = loss.state if isinstance(loss, GlobalContrastiveLoss) else None
+        parameters = [*model.parameters(), *loss.parameters()]
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+
+        def step() -> tuple[LossOutput, tuple[Tensor | None, ...]]:
+            with recorder.autocast:
+                image, text = model(self.images, Texts.at(self.tokens, self.places))
+                output = loss(image, text, self.ids, global_batch=pieces.batch)
+            scaled = output.loss * self.scale if pieces.scale.grows else output.loss
+            return output, torch.autograd.grad(scaled, self.parameters, allow_unused=True)
+
+        self.recording = recorder.record(step, recorder.pool)
+        self.output, self.gradients = self.recording.made
+        self.undo = None if self.state is None else self.state.undo
 
     def fill(self, batch: Batch, places: Layout) -> None:
+        if self.state is not None:
+            self.state.check(batch.sample_ids)  # on the host, where they are
         self.images.copy_(batch.images)
         self.tokens.copy_(batch.tokens)
-        self.places.table.copy_(places.table.pin_memory(), non_blocking=True)
+        self.ids.copy_(batch.sample_ids, non_blocking=True)
+        table = places.table.pin_memory() if self.images.is_cuda else places.table
+        self.places.table.copy_(table, non_blocking=True)
 
-    def embed(self) -> tuple[Tensor, Tensor]:
-        self.forward.replay()
-        image, text = self.pair
-        return image.detach().requires_grad_(), text.detach().requires_grad_()
-
-    def pull(self, image: Tensor | None, text: Tensor | None) -> None:
-        """From the embeddings' gradients to the parameters'."""
-        for place, pull in zip(self.pulls, (image, text), strict=True):
-            assert pull is not None
-            place.copy_(pull)
-        self.backward.replay()
+    def replay(self, pieces: Pieces) -> LossOutput:
+        """Loss and gradients of the batch that was put in. Metrics are those of the last replay when looked at."""
+        if pieces.scale.grows:
+            self.scale.fill_(pieces.scale.value)
+        self.recording.replay()
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
-
-
-def recorded(pieces: Pieces, batch: Batch, towers: Recorded) -> LossOutput:
-    """Loss and gradients of a batch, the towers replayed."""
-    image, text = towers.embed()
-    with pieces.autocast:
-        output = pieces.loss(image, text, batch.sample_ids, global_batch=pieces.batch)
-    pieces.scale.apply(output.loss).backward()
-    towers.pull(image.grad, text.grad)
-    return output
+        if self.state is not None:
+            self.state.undo = self.undo
+        return LossOutput(loss=self.output.loss.detach().clone(), metrics=self.output.metrics)
 
 
 def work(model: TwoTower, batch: float) -> float:

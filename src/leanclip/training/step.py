@@ -13,7 +13,6 @@ from leanclip.losses import LossOutput
 from leanclip.training.bad_steps import gradient_norms
 from leanclip.training.micro_batch import cached
 from leanclip.training.pieces import Pieces
-from leanclip.training.recorded import recorded
 
 ADDED = 1e-6  # to the norm by torch's clipping, which multiplies by 1 where the sum is below the limit
 
@@ -64,11 +63,11 @@ def training_step(pieces: Pieces, batch: Batch) -> StepResult:
 
 
 def loss_and_gradients(pieces: Pieces, batch: Batch) -> LossOutput:
-    """Of the batch at once, of its micro-batches, or with the towers replayed from a recording."""
+    """Of the batch at once, of its micro-batches, or replayed from a recording."""
     if pieces.parts > 1:
         return cached(pieces, batch)
-    towers = None if pieces.recorder is None else pieces.recorder(batch)
-    return direct(pieces, batch) if towers is None else recorded(pieces, batch, towers)
+    recorded = None if pieces.recorder is None else pieces.recorder(pieces, batch)
+    return direct(pieces, batch) if recorded is None else recorded.replay(pieces)
 
 
 def direct(pieces: Pieces, batch: Batch) -> LossOutput:

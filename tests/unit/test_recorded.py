@@ -1,0 +1,95 @@
+"""Recorded steps, with a stand-in for CUDA graphs: the function is called again, and what it makes goes to where the
+first call's result lies. tests/gpu has the real ones."""
+
+import pytest
+import torch
+from tower_cases import FAMILIES, captions, model_of
+
+import leanclip
+from leanclip.data import Batch
+from leanclip.training.loss_scale import LossScale
+from leanclip.training.pieces import Pieces
+from leanclip.training.recorded import WARM_UP, Recorder
+from leanclip.training.step import training_step
+
+SAMPLES, BATCH = 40, 11
+
+
+class Again:
+    """As a CUDA graph: the call that records leaves no trace, and the later ones write where that one did."""
+
+    def __init__(self, loss):
+        self.state = getattr(loss, "state", None)
+
+    def __call__(self, function, _):
+        self.function, self.made = function, function()
+        if self.state is not None:
+            self.undo = self.state.undo
+            self.state.rollback()
+            self.state.undo = self.undo
+        return self
+
+    def replay(self):
+        before = None if self.state is None else self.state.undo
+        output, gradients = self.function()
+        self.made[0].loss.detach().copy_(output.loss.detach())
+        for place, gradient in zip(self.made[1], gradients, strict=True):
+            if place is not None:
+                place.copy_(gradient)
+        if self.state is not None:
+            found = self.state.undo
+            self.undo.visited.copy_(found.visited)
+            for name, (at, values) in found.replaced.items():
+                for place, value in zip(self.undo.replaced[name], (at, values), strict=True):
+                    place.copy_(value)
+            self.state.undo = before  # nothing of Python runs again in a graph
+
+
+def trained(name, *, recorded, broken=(), scale=None):
+    """A model, its loss and the values of it after some steps of changing gamma, ids and caption lengths."""
+    model = model_of(*FAMILIES["clip"]).double().train()
+    loss = leanclip.create_loss(name, num_samples=SAMPLES if name not in ("infonce", "siglip") else None).double()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.05)
+    autocast = torch.autocast("cpu", enabled=False)
+    recorder = Recorder(model, autocast, lambda *given: Again(loss)(*given)) if recorded else None
+    pieces = Pieces(
+        towers=model, loss=loss, optimizer=optimizer, batch=BATCH, texts=model.texts, recorder=recorder,
+        scale=scale or LossScale(), grad_clip_norm=1.0,
+    )  # fmt: skip
+    draw, values = torch.Generator().manual_seed(3), []
+    assert model.end_of_text is not None
+    for step in range(3 * WARM_UP + 8):
+        loss.set_epoch(step / 3, 7)
+        pixels = torch.rand(BATCH, 3, 32, 32, dtype=torch.float64, generator=draw)
+        if step in broken:
+            pixels[2] = torch.nan
+        tokens = captions(longest=(4, 9)[step % 2])
+        ids = torch.randperm(SAMPLES, generator=draw)[:BATCH]
+        batch = Batch(images=pixels, tokens=tokens, sample_ids=ids, lengths=model.end_of_text(tokens))
+        result = training_step(pieces, batch)
+        assert result.skipped == (step in broken)
+        values.append(result.loss)
+    if recorder is not None:
+        assert len(recorder.found) == 2  # shapes
+    return model, loss, values
+
+
+@pytest.mark.parametrize("name", leanclip.LOSSES)
+def test_recorded_steps_train_as_the_others_do(name):
+    """Also after steps that are skipped, whose updates of the tables are undone."""
+    broken = (WARM_UP * 2 + 4, WARM_UP * 2 + 5, WARM_UP * 2 + 8)
+    plain, again = (trained(name, recorded=recorded, broken=broken) for recorded in (False, True))
+    for one, other in zip(plain[:2], again[:2], strict=True):
+        right = dict(one.state_dict())
+        for key, value in other.state_dict().items():
+            assert torch.allclose(value, right[key], rtol=1e-9, atol=1e-12, equal_nan=True), key
+    right, found = (
+        torch.stack(values)[[s for s in range(len(values)) if s not in broken]] for *_, values in (plain, again)
+    )
+    assert torch.allclose(found, right, rtol=1e-9)
+
+
+def test_a_recorded_step_follows_the_loss_scale():
+    plain, again = (trained("fastclip-v3", recorded=r, scale=LossScale(256.0, grows=True)) for r in (False, True))
+    for value, right in zip(again[0].parameters(), plain[0].parameters(), strict=True):
+        assert torch.allclose(value, right, rtol=1e-9, atol=1e-12)
