@@ -71,6 +71,9 @@ def trained(name, *, recorded, broken=(), scale=None):
         values.append(result.loss)
     if recorder is not None:
         assert len(recorder.found) == 2  # shapes
+        for kept in recorder.found.values():  # no graph, whose nodes later steps would meet
+            tensors = [kept.output.loss, *kept.output.metrics.values(), *kept.gradients]
+            assert not any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
     return model, loss, values
 
 

@@ -99,7 +99,9 @@ class Recorded:
                 image, text = model(self.images, Texts.at(self.tokens, self.places))
                 output = loss(image, text, self.ids, global_batch=pieces.batch)
             scaled = output.loss * self.scale if pieces.scale.grows else output.loss
-            return output, torch.autograd.grad(scaled, self.parameters, allow_unused=True)
+            gradients = torch.autograd.grad(scaled, self.parameters, allow_unused=True)
+            # Without what led to it: later steps that are not recorded would accumulate on the recording's stream.
+            return LossOutput(loss=output.loss.detach(), metrics=output.metrics), gradients
 
         self.recording = recorder.record(step, recorder.pool)
         self.output, self.gradients = self.recording.made
@@ -123,7 +125,7 @@ class Recorded:
             parameter.grad = gradient
         if self.state is not None:
             self.state.undo = self.undo
-        return LossOutput(loss=self.output.loss.detach().clone(), metrics=self.output.metrics)
+        return LossOutput(loss=self.output.loss.clone(), metrics=self.output.metrics)
 
 
 def work(model: TwoTower, batch: float) -> float:
