@@ -11,7 +11,8 @@ its square root. The best on val is trained with three of the seeds of quality.p
 import chart
 import quality
 import stats
-from runs import FEWER, Rows, Run, experiment
+from experiment import FEWER, Experiment, experiment
+from runs import Rows, Run
 
 BATCHES = (64, 128, 256, 512, 1024, 2048, 4096)
 LOSSES = ("infonce", "fastclip-v3")
@@ -39,8 +40,7 @@ def paragraph(chosen: dict[tuple[str, int], list[Run]], found: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    asked = experiment(__doc__)
+def report(asked: Experiment) -> None:
     quick = asked.quick
     best = asked.best({loss: quality.trials(loss, quick) for loss in LOSSES})
     if len(best) < len(LOSSES):
@@ -66,6 +66,10 @@ def main() -> None:
         asked.results / "batch_size.svg", series, title="Flickr8k test by batch size, equal samples seen",
         x_label="batch", y_label="text-to-image recall@10, %", log=(True, False), x_ticks=[b for _, b in spaces],
     )  # fmt: skip
+
+
+def main() -> None:
+    report(experiment(__doc__))
 
 
 if __name__ == "__main__":

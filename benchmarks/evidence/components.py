@@ -14,7 +14,8 @@ from dataclasses import replace
 import chart
 import quality
 import stats
-from runs import FEWER, Experiment, Rows, Run, experiment
+from experiment import FEWER, Experiment, experiment
+from runs import Rows, Run
 
 GAMMAS = (0.2, 0.6)
 # Learning rates and weight decay. Lion's authors advise a third to a tenth of AdamW's rate and as much more decay.
@@ -108,8 +109,7 @@ def draw(asked: Experiment, chosen: dict[tuple[str, str], list[Run]]) -> bool:
     return bool(series)
 
 
-def main() -> None:
-    asked = experiment(__doc__)
+def report(asked: Experiment) -> None:
     losses = ("fastclip-v0", "fastclip-v1", "fastclip-v2", "fastclip-v3", "isogclr")
     first = {loss: quality.trials(loss, asked.quick) for loss in losses}
     best = asked.best(first)
@@ -123,6 +123,10 @@ def main() -> None:
     print(text)
     plot = "\n![recall by optimizer](components.svg)\n" if draw(asked, chosen) else ""
     (asked.results / "components.md").write_text(text + plot)
+
+
+def main() -> None:
+    report(experiment(__doc__))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ at the point of the run that is best on val.
 import json
 import statistics
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from typing import Any
 import chart
 import stats
 import table
-from runs import Experiment, Rows, Run, experiment
+from experiment import Experiment, experiment
+from runs import Rows, Run
+from workers import side_by_side
 
 RATES = (2.5e-4, 5e-4, 1e-3)  # at batch 128; they grow with the square root of the batch
 Settings = dict[str, float]
@@ -78,13 +81,16 @@ def at_the_edge(run: Run) -> bool:
     return run.lr in (min(rates(run.batch)), max(rates(run.batch)))
 
 
-def small_spaces(asked: Experiment) -> dict[tuple[str, int], list[Run]]:
+Spaces = dict[tuple[str, int], list[Run]]  # runs by loss and batch
+
+
+def small_spaces(asked: Experiment) -> Spaces:
     losses = ("infonce", "siglip", "fastclip-v2", "fastclip-v3") if asked.quick else tuple(CHOICES)
     found = {loss: trials(loss, asked.quick) for loss in losses}
     return {(loss, runs[0].batch): runs for loss, runs in found.items()}
 
 
-def larger_spaces(asked: Experiment, best: dict[tuple[str, int], Run]) -> dict[tuple[str, int], list[Run]]:
+def larger_spaces(asked: Experiment, best: dict[tuple[str, int], Run]) -> Spaces:
     """Of those losses whose best setting at the small batch is known."""
     wanted = {32: ("infonce",)} if asked.quick else LARGER
     chosen = {loss: run for (loss, _), run in best.items()}
@@ -99,7 +105,7 @@ def values(runs: list[Run], found: Rows, metric: str) -> list[float]:
 PRIMARY = ("fastclip-v3", BATCH)  # the comparison that was named before any run; the others share their chances
 
 
-def summary(chosen: dict[tuple[str, int], list[Run]], found: Rows, recipe: str) -> list[dict[str, Any]]:
+def summary(chosen: Spaces, found: Rows, recipe: str) -> list[dict[str, Any]]:
     """One row for each loss and batch: what was chosen, which runs it is the mean of, and how infonce did there."""
     gaps = {
         (loss, batch): stats.paired(
@@ -178,7 +184,7 @@ def mean_curve(asked: Experiment, runs: list[Run]) -> list[tuple[float, float]]:
     return [(at[0]["samples"], 100 * sum(point["test_t2i10"] for point in at) / len(at)) for at in points]
 
 
-def draw(asked: Experiment, chosen: dict[tuple[str, int], list[Run]]) -> list[Path]:
+def draw(asked: Experiment, chosen: Spaces) -> list[Path]:
     """Curves over samples seen and, where step_time.py has been run, over GPU seconds; a pair for each batch size."""
     times = {
         (row["loss"], int(row["batch"])): float(row["ms"]) / 1e3
@@ -201,12 +207,20 @@ def draw(asked: Experiment, chosen: dict[tuple[str, int], list[Run]]) -> list[Pa
     return drawn
 
 
-def main() -> None:
-    asked = experiment(__doc__)
-    small = small_spaces(asked)
-    chosen, found = asked.search(small)  # with their seeds before the larger batches begin
+def search(asked: Experiment, small: Spaces) -> tuple[Spaces, Rows]:
+    """Of one loss: its seeds at the small batch before its larger ones begin."""
+    chosen, found = asked.search(small)
     more, found_more = asked.search(larger_spaces(asked, asked.best(small)))
-    chosen, found = chosen | more, found | found_more
+    return chosen | more, found | found_more
+
+
+def report(asked: Experiment) -> None:
+    chosen: Spaces = {}
+    found: Rows = {}
+    spaces = [{name: trials} for name, trials in small_spaces(asked).items()]
+    for more, rows in side_by_side(partial(search, asked), spaces):
+        chosen |= more
+        found |= rows
     if not chosen:
         raise SystemExit("no loss has all its runs yet: run the command again to go on")
     rows = summary(chosen, found, asked.recipe)
@@ -217,6 +231,10 @@ def main() -> None:
     print(text)
     plots = "\n".join(f"![{path.stem.replace('_', ' ')}]({path.name})" for path in draw(asked, chosen))
     (asked.results / "quality.md").write_text(f"{text}\n{plots}\n")
+
+
+def main() -> None:
+    report(experiment(__doc__))
 
 
 if __name__ == "__main__":

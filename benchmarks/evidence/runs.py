@@ -1,38 +1,28 @@
 """Training runs of the experiments: many short ones, side by side on one device, each written down when it is over.
 
-A run is a `Run`; `complete` returns the rows of all that are asked for and trains those that are not in runs.csv yet.
+A run is a `Run`; `train` is what becomes of it. workers.py trains many of them.
 The step is leanclip's own (`training_step`, with compiled towers and CUDA graphs); batches are cut from photographs
 that lie on the device, so that runs wait for nothing. Runs with the same seed start from the same weights and see the
 same crops and captions in the same order, whatever their loss.
 """
 
-import argparse
-import contextlib
 import functools
 import hashlib
 import json
-import math
-import multiprocessing
-import os
-import queue
-import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import table
 import torch
 from photos import MODEL, Captioned, Photos
-from rich.progress import Progress
 from torch import Tensor
 from torch.nn import functional as F
 
 from leanclip import create_loss
 from leanclip.data import Batch
-from leanclip.data.datasets import BUNDLED
 from leanclip.evaluation import retrieval_metrics
 from leanclip.losses.registry import SPECS
 from leanclip.models import ModelConfig, TwoTower, create_model
@@ -46,9 +36,6 @@ EPOCHS, POINTS = 16, 8  # of a run, and how often it is measured
 # What all runs have in common, beside the model; it is part of a run's key, so that a change trains them anew. Adam's
 # epsilon is small, and nothing is clipped, because the losses' gradients differ in size: some carry the factor tau.
 RECIPE = {"warmup": 0.1, "betas": (0.9, 0.98), "eps": 1e-8, "crop": 0.5, "mirror": 0.5}
-LARGE, FEW = 2048, 4  # batches of this size and more train on this many processes at most: they need the memory
-A_RUN = 120.0  # seconds, where no run of that batch size has been timed yet; of smaller batches than 128 more
-START = 60.0  # seconds more that the first run of a process takes, to load and to compile
 FIELDS = (
     "run", "loss", "batch", "opt", "lr", "wd", "hyper", "epochs", "seed", "samples", "best_samples", "val_t2i10",
     "test_t2i10", "test_i2t10", "cifar10", "seen_t2i10", "last_val_t2i10", "last_test_t2i10", "last_test_i2t10",
@@ -59,8 +46,6 @@ TINY = {
     "vision_cfg": {"image_size": 64, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
 }
-SEEDS = 5
-FEWER = 3  # seeds, of the same, where variants of one loss are compared
 CURVE = ("run", "samples", "seconds", "loss", "tau", "val_t2i10", "test_t2i10", "test_i2t10", "cifar10", "seen_t2i10")
 
 
@@ -125,6 +110,8 @@ class Place:
                 value.copy_(fresh[name])
         if run.batch != self.batch:
             torch.compiler.reset()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # others want it
             self.batch = run.batch
         record = self.device.type == "cuda" and worth_recording(self.model, run.batch)
         self.recorder = Recorder(self.model, self.autocast) if record else None  # with the loss of this run
@@ -246,115 +233,10 @@ def row_of(run: Run, recipe: str, points: list[dict[str, float]], seconds: float
     }  # fmt: skip
 
 
-def complete(
-    runs: list[Run],
-    photos: Path,
-    *,
-    results: Path = table.RESULTS,
-    processes: int = 8,
-    until: float = math.inf,
-    steps: int | None = None,
-    config: Path = MODEL,
-) -> "Rows":
-    """The rows of these runs; those that are not there yet are trained, unless time runs out at `until`.
-
-    `until` is on the clock of `time.time()`: no run begins that would not be over by then, going by those before.
-    A run that fails is told and left out.
-    """
-    path, recipe = results / "runs.csv", recipe_of(config, steps)
-    known = {row["run"]: row for row in table.rows(path)}
-    by_batch: dict[int, list[Run]] = {}
-    for key, run in {run.key(recipe): run for run in runs}.items():
-        if key not in known:
-            by_batch.setdefault(run.batch, []).append(run)
-    for batch, missing in sorted(by_batch.items()):
-        side_by_side = min(processes if batch < LARGE else min(processes, FEW), len(missing))
-        timed = [float(row["seconds"]) for row in known.values() if row["batch"] == str(batch)]
-        a_run = 1.1 * min(timed, default=A_RUN * max(1.0, 128 / batch))  # the shortest did not compile
-        latest = until - a_run
-        if time.time() + START > latest:
-            continue
-        for run, points, seconds in _train_all(missing, photos, side_by_side, latest, steps, config):
-            key = run.key(recipe)
-            for point in points:  # before the row that says that the run is over
-                rounded = {name: round(point[name], 5) for name in CURVE[1:]}
-                table.append(results / "curves.csv", CURVE, {"run": key} | rounded)
-            row = row_of(run, recipe, points, seconds, side_by_side) | table.provenance()
-            table.append(path, FIELDS, row)
-    known = {row["run"]: row for row in table.rows(path)}
-    return {run: known[run.key(recipe)] for run in runs if run.key(recipe) in known}
-
-
-Done = tuple[Run, list[dict[str, float]], float]
-
-
-def _train_all(
-    runs: list[Run], photos: Path, processes: int, latest: float, steps: int | None, config: Path
-) -> Iterator[Done]:
-    """All runs of one batch size, each as soon as it is over."""
-    if processes == 1:
-        place = _place(photos, config)
-        for run in runs:
-            if time.time() > latest:
-                return
-            found = _tried(run, place, steps)
-            if isinstance(found, str):
-                print(f"failed: {found}")
-            else:
-                yield found
-        return
-    Photos.of(photos)  # decodes them, if nobody has yet
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # of each process: they all compile at the same time
-    context = multiprocessing.get_context("spawn")
-    waiting, done = context.Queue(), context.Queue()
-    for run in runs:
-        waiting.put(run)
-    workers = [
-        context.Process(target=_work, args=(waiting, done, photos, latest, steps, config)) for _ in range(processes)
-    ]
-    for worker in workers:
-        worker.start()
-    with Progress() as progress:
-        bar = progress.add_task(f"runs of batch {runs[0].batch}", total=len(runs))
-        while True:
-            try:
-                found = done.get(timeout=2)
-            except queue.Empty:
-                if not any(worker.is_alive() for worker in workers):
-                    break
-                continue
-            progress.advance(bar)
-            if isinstance(found, str):
-                progress.console.print(f"failed: {found}", markup=False)
-            else:
-                yield found
-    if all(worker.exitcode for worker in workers):
-        raise RuntimeError("every process of the experiment died; their errors stand above")
-
-
 @functools.cache
-def _place(photos: Path, config: Path) -> Place:
+def place(photos: Path, config: Path) -> Place:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Place(Photos.of(photos, device), device, config)
-
-
-def _work(waiting: Any, done: Any, photos: Path, latest: float, steps: int | None, config: Path) -> None:
-    """Runs one after the other, until there are no more. What goes wrong with one is told; the next one begins."""
-    torch.set_num_threads(1)
-    place = _place(photos, config)
-    with contextlib.suppress(queue.Empty):
-        while time.time() < latest:
-            done.put(_tried(waiting.get(timeout=1), place, steps))
-    waiting.cancel_join_thread()
-
-
-def _tried(run: Run, place: Place, steps: int | None) -> Done | str:
-    """The run, its points and its seconds, or what went wrong."""
-    began = time.time()
-    try:
-        return run, list(train(run, place, steps)), time.time() - began
-    except Exception:
-        return f"{run}\n{traceback.format_exc()}"
 
 
 def with_seeds(run: Run, seeds: int) -> list[Run]:
@@ -362,68 +244,3 @@ def with_seeds(run: Run, seeds: int) -> list[Run]:
 
 
 Rows = dict[Run, dict[str, str]]
-Name = TypeVar("Name")
-
-
-@dataclass
-class Experiment:
-    """What one command was asked for: where its runs come from and where its findings go."""
-
-    finish: Callable[[list[Run]], Rows]
-    place: Callable[[], Place]
-    results: Path
-    recipe: str
-    seeds: int
-    quick: bool
-    write: bool = False
-
-    def best(self, spaces: Mapping[Name, list[Run]]) -> dict[Name, Run]:
-        """By name the trial that did best on val. A name whose trials are not complete is left out."""
-        found = self.finish([trial for trials in spaces.values() for trial in trials])
-        return {
-            name: max(trials, key=lambda trial: float(found[trial]["val_t2i10"]))
-            for name, trials in spaces.items()
-            if all(trial in found for trial in trials)
-        }
-
-    def search(self, spaces: Mapping[Name, list[Run]], most: int = SEEDS) -> tuple[dict[Name, list[Run]], Rows]:
-        """By name the runs of the best trial, one for each seed, where they are complete; and the rows of them."""
-        chosen = {name: with_seeds(trial, min(self.seeds, most)) for name, trial in self.best(spaces).items()}
-        found = self.finish([run for runs in chosen.values() for run in runs])
-        return {name: runs for name, runs in chosen.items() if all(run in found for run in runs)}, found
-
-    def curve(self, run: Run) -> list[dict[str, float]]:
-        """The measured points of a run, each once: one that was broken off has left some of its own."""
-        rows = [row for row in table.rows(self.results / "curves.csv") if row["run"] == run.key(self.recipe)]
-        points = {row["samples"]: {name: float(row[name]) for name in CURVE[1:]} for row in rows}
-        return list(points.values())
-
-
-def experiment(description: str | None) -> Experiment:
-    """From the command line."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--photos", type=Path, help="the folder that photos.py made")
-    parser.add_argument("--processes", type=int, default=8, help="runs side by side")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run that would be over later")
-    parser.add_argument("--results", type=Path, default=table.RESULTS, help="where rows are, and new ones go")
-    parser.add_argument("--write", action="store_true", help="train nothing: table, plot and text of what there is")
-    parser.add_argument("--quick", action="store_true", help="emoji, a tiny model, two steps; nothing is kept")
-    given = parser.parse_args()
-    until = 0.0 if given.write else time.time() + given.seconds
-    if given.quick:
-        folder = Path(tempfile.mkdtemp())
-        (folder / "tiny.json").write_text(json.dumps(TINY))
-
-        def finish(runs: list[Run]) -> Rows:
-            return complete(runs, BUNDLED, results=folder, processes=1, steps=2, config=folder / "tiny.json")
-
-        config = folder / "tiny.json"
-        return Experiment(finish, lambda: _place(BUNDLED, config), folder, recipe_of(config, 2), 2, True)
-    if given.photos is None and not given.write:
-        parser.error("--photos FOLDER is missing; photos.py makes it")
-
-    def finish(runs: list[Run]) -> Rows:
-        return complete(runs, given.photos or Path(), results=given.results, processes=given.processes, until=until)
-
-    place = functools.partial(_place, given.photos, MODEL)
-    return Experiment(finish, place, given.results, recipe_of(MODEL, None), SEEDS, False, given.write)

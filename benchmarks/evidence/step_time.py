@@ -14,7 +14,8 @@ from dataclasses import replace
 import quality
 import table
 import torch
-from runs import Place, Run, begin, experiment
+from experiment import experiment
+from runs import Place, Run, begin
 
 from leanclip.training.step import training_step
 

@@ -17,7 +17,8 @@ from functools import partial
 import quality
 import table
 import torch
-from runs import Experiment, Place, Run, augmented, experiment, train
+from experiment import Experiment, experiment
+from runs import Place, Run, augmented, train
 from torch import Tensor
 
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss

@@ -3,13 +3,17 @@
 import json
 import math
 import sys
+import threading
 import time
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
 import assemble
 import batch_size
 import components
+import everything
+import experiment
 import photos
 import pytest
 import quality
@@ -20,6 +24,7 @@ import table
 import torch
 import wall_clock
 import why
+import workers
 
 import leanclip
 from leanclip.data.datasets import BUNDLED
@@ -56,7 +61,7 @@ def test_every_loss_has_as_many_trials(tmp_path):
         return {run: {"val_t2i10": str(run.lr + (run.hyper == best_setting[run.loss]))} for run in wanted}
 
     best_setting = {loss: tuple(sorted(choices[1].items())) for loss, choices in quality.CHOICES.items()}
-    asked = runs.Experiment(finish, pytest.fail, tmp_path, "", 5, False)
+    asked = experiment.Experiment(finish, pytest.fail, tmp_path, "", 5, False)
     small = quality.small_spaces(asked)
     found = small | quality.larger_spaces(asked, asked.best(small))
     assert {(batch, len(set(trials))) for (_, batch), trials in found.items()} == {(128, 6), (512, 3), (2048, 3)}
@@ -74,7 +79,7 @@ def test_one_run_by_two_names_is_trained_once(tmp_path, monkeypatch):
     config = tmp_path / "tiny.json"
     config.write_text(json.dumps(runs.TINY))
     said, default = runs.Run("infonce", 16, 1e-3, 1, (("tau", 0.07),)), runs.Run("infonce", 16, 1e-3, 1)
-    found = runs.complete([said, default], BUNDLED, results=tmp_path, processes=2, steps=1, config=config)
+    found = workers.Workers(BUNDLED, results=tmp_path, processes=2, steps=1, config=config).rows([said, default])
     assert found[said] == found[default] and len(table.rows(tmp_path / "runs.csv")) == 1
 
 
@@ -206,9 +211,53 @@ def test_what_all_runs_share_is_part_of_their_key(tmp_path, monkeypatch):
 
 
 def test_no_run_begins_that_would_not_be_over_in_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "_train_all", lambda *_: pytest.fail("trained"))
-    run = runs.Run("infonce", 16, 1e-3, 1)
-    assert runs.complete([run], BUNDLED, results=tmp_path, until=time.time() + runs.A_RUN / 2) == {}
+    monkeypatch.setattr(workers, "_trained", lambda *_: pytest.fail("trained"))
+    run = runs.Run("infonce", 128, 1e-3, 1)
+    until = time.time() + workers.A_RUN / 2
+    assert workers.Workers(BUNDLED, results=tmp_path, processes=1, until=until).rows([run]) == {}
+
+
+def test_a_process_stays_with_its_batch_and_a_dead_one_is_replaced(tmp_path, monkeypatch):
+    """Runs in the order they were asked for, but for those of the batch size that the process has compiled for."""
+    trained, told, started = [], [], []
+
+    def process(self):
+        started.append(self)
+
+        def call(function, run, *_):
+            trained.append((run.batch, run.seed))
+            if run.seed == 3:
+                raise BrokenProcessPool
+            return f"no row of {run.seed}"
+
+        return call
+
+    monkeypatch.setattr(workers.Workers, "_process", process)
+    monkeypatch.setattr(workers.Workers, "_write", lambda self, run, what, beside: told.append(what))
+    asked = workers.Workers(BUNDLED, results=tmp_path, processes=1)
+    wanted = [runs.Run("infonce", batch, 1e-3, seed) for seed, batch in enumerate((16, 32, 16, 16, 32), start=1)]
+    assert asked.rows(wanted) == {}
+    assert trained == [(16, 1), (16, 3), (32, 2), (32, 5), (16, 4)]  # 3 took its process with it
+    assert len(started) == 2 and "its process died" in told[1]
+
+
+def test_nobody_waits_for_the_trials_of_others(tmp_path):
+    """The seeds of one are trained while a trial of another has not come back."""
+    seeds_of_first = threading.Event()
+
+    def finish(wanted):
+        if wanted[0].loss == "siglip":
+            assert seeds_of_first.wait(20)
+        elif wanted[0].seed == 1:
+            seeds_of_first.set()
+        return {run: {"val_t2i10": "0.5"} for run in wanted}
+
+    asked = experiment.Experiment(finish, pytest.fail, tmp_path, "", 2, False)
+    chosen, rows = asked.search({loss: [runs.Run(loss, 16, 1e-3, 100)] for loss in ("siglip", "infonce")})
+    assert {loss: [run.seed for run in several] for loss, several in chosen.items()} == {
+        "siglip": [1, 2], "infonce": [1, 2],
+    }  # fmt: skip
+    assert len(rows) == 4
 
 
 @pytest.mark.slow
@@ -216,7 +265,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path):
     config = tmp_path / "tiny.json"
     config.write_text(json.dumps(runs.TINY))
     good, bad = runs.Run("infonce", 16, 1e-3, 1), runs.Run("infonce", 16, 1e-3, 2, opt="nonsense")
-    found = runs.complete([bad, good], BUNDLED, results=tmp_path, processes=2, steps=1, config=config)
+    found = workers.Workers(BUNDLED, results=tmp_path, processes=2, steps=1, config=config).rows([bad, good])
     assert set(found) == {good}
 
 
@@ -233,13 +282,13 @@ def test_a_run_is_trained_once(emoji, tmp_path, monkeypatch):
     (tmp_path / "tiny.json").write_text(json.dumps(runs.TINY))
     run = runs.Run("fastclip-v3", 16, 1e-3, 1)
     given = {"results": tmp_path, "processes": 1, "steps": 2, "config": tmp_path / "tiny.json"}
-    first = runs.complete([run], BUNDLED, **given)
-    monkeypatch.setattr(runs, "_train_all", lambda *_: pytest.fail("trained again"))
-    assert runs.complete([run], BUNDLED, **given) == first
+    first = workers.Workers(BUNDLED, **given).rows([run])
+    monkeypatch.setattr(workers, "_trained", lambda *_: pytest.fail("trained again"))
+    assert workers.Workers(BUNDLED, **given).rows([run]) == first
     assert first[run]["samples"] == "32" and first[run]["seed"] == "1" and first[run]["device"]
 
 
-@pytest.mark.parametrize("command", [quality, components, batch_size, step_time, why])
+@pytest.mark.parametrize("command", [quality, components, batch_size, everything, step_time, why])
 def test_every_command_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [command.__file__, "--quick"])

@@ -1,0 +1,24 @@
+"""All comparisons of trained models (quality, components, batch_size) at once, so that the GPU
+never waits for the last runs of one of them.
+
+    python benchmarks/evidence/everything.py --photos FOLDER  # continues where it ended
+    python benchmarks/evidence/everything.py --write          # tables, plots and paragraphs from the rows there are
+    python benchmarks/evidence/everything.py --quick          # tries the code, on a CPU too; nothing is kept
+
+Then, alone on the GPU: step_time.py, why.py, wall_clock.py; and assemble.py, which writes docs/results.md.
+"""
+
+import batch_size
+import components
+import quality
+from experiment import experiment
+from workers import side_by_side
+
+
+def main() -> None:
+    asked = experiment(__doc__)
+    side_by_side(lambda command: command.report(asked), (quality, components, batch_size))
+
+
+if __name__ == "__main__":
+    main()
