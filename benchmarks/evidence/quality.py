@@ -178,6 +178,15 @@ def paragraph(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", note, ""])
 
 
+def unfinished(chosen: Spaces) -> str:
+    """Which losses do not have all their seeds."""
+    found = []
+    for batch, losses in {BATCH: tuple(CHOICES), **LARGER}.items():
+        if names := [loss for loss in losses if (loss, batch) not in chosen]:
+            found.append(f"{', '.join(names)} at batch {batch:,}")
+    return "; ".join(found)
+
+
 def mean_curve(asked: Experiment, runs: list[Run]) -> list[tuple[float, float]]:
     """Text-to-image recall on the test set, in percent, over samples seen: the mean of the seeds."""
     points = zip(*map(asked.curve, runs), strict=True)
@@ -228,6 +237,8 @@ def report(asked: Experiment) -> None:
     for row in rows:
         table.append(asked.results / "quality.csv", SUMMARY, row)
     text = paragraph(rows)
+    if not asked.quick and (missing := unfinished(chosen)):
+        text += f"\nNot complete yet, and so not in the table: {missing}.\n"
     print(text)
     plots = "\n".join(f"![{path.stem.replace('_', ' ')}]({path.name})" for path in draw(asked, chosen))
     (asked.results / "quality.md").write_text(f"{text}\n{plots}\n")

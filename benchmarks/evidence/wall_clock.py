@@ -7,8 +7,9 @@
 Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, warm-up, crops and
 precision, the same learning rates tried by both. open_clip runs its own command, `open_clip_train.main`, with
 --torchcompile, and evaluates after every epoch, as `leanclip train` does here, which decides by itself whether to
-compile. Every run starts with empty caches of compiled code and without an index of its shards. An epoch of
-open_clip's is rounded up to as many whole batches for each worker, one of leanclip's down to whole batches.
+compile. Every run starts with empty caches of compiled models and kernels and without an index of its shards; the
+bytecode of the packages is there, as an installation leaves it. An epoch of open_clip's is rounded up to as many
+whole batches for each worker, one of leanclip's down to whole batches.
 
 The clock starts with the process. Time inside evaluations is left out on both sides, but for what leanclip's first
 one, before the first step, takes longer than the others: that is start-up. Two parts are also shown apart: `startup`,
@@ -150,7 +151,7 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -
         shutil.rmtree(index) if index.is_dir() else index.unlink()
     caches = work / "caches"
     places = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "LEANCLIP_CACHE")
-    environment = os.environ | {name: str(caches / name.lower()) for name in places}
+    environment = with_bytecode() | {name: str(caches / name.lower()) for name in places}
     began = time.time()
     with (work / "output").open("w") as output:
         done = subprocess.run([*command, *given], stdout=output, stderr=output, env=environment, check=False)
@@ -184,6 +185,23 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -
     return found
 
 
+def with_bytecode() -> dict[str, str]:
+    """An environment whose Python keeps the bytecode of what it imports."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+def import_once() -> None:
+    """What both trainers load, and what compiling loads later."""
+    for modules in (
+        "leanclip.cli.train, leanclip.training.loop",
+        "open_clip_train.main",
+        "torch._inductor.compile_fx",
+    ):
+        subprocess.run(
+            [sys.executable, "-c", f"import {modules}"], env=with_bytecode(), capture_output=True, check=False
+        )
+
+
 def last_word(output: Path) -> str:
     """The last line of a trainer that says how fast it is."""
     lines = [line.strip() for line in output.read_text().splitlines() if "samples/s" in line or "/s/gpu" in line]
@@ -214,6 +232,8 @@ def measure(arguments: argparse.Namespace, output: Path) -> int:
     with tempfile.TemporaryDirectory() as name:
         data = prepare(Path(name), arguments, pixels)
         print(f"{data.samples:,} training samples in {len(data.train)} shards", flush=True)
+        if not arguments.quick:
+            import_once()
         for trial in trials(arguments):
             if any(matches(row, trial, arguments, data) for row in table.rows(output)):
                 print(f"{trial}: already there", flush=True)

@@ -135,6 +135,12 @@ def test_a_summary_pairs_the_seeds_and_names_its_runs():
     assert "| 128 | fastclip-v3 | lr 0.0005 | 13.60 ± 2.07 | 20.00 ± 0.00 |" in text
 
 
+def test_what_is_not_complete_is_named():
+    whole = [(loss, 128) for loss in quality.CHOICES] + [(loss, 512) for loss in quality.CHOICES]
+    assert quality.unfinished({key: [] for key in [*whole, ("infonce", 2048)]}) == ""
+    assert quality.unfinished({key: [] for key in whole[1:]}) == "infonce at batch 128; infonce at batch 2,048"
+
+
 def test_the_truth_about_an_estimate_is_the_mean_over_all_others():
     torch.manual_seed(0)
     own, others, at = torch.randn(3, 4), torch.randn(7, 4), torch.tensor([5, 0, 2])
