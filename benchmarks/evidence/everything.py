@@ -8,6 +8,9 @@ never waits for the last runs of one of them.
 Then, alone on the GPU: step_time.py, why.py, wall_clock.py; and assemble.py, which writes docs/results.md.
 """
 
+import sys
+from types import ModuleType
+
 import batch_size
 import components
 import quality
@@ -17,7 +20,17 @@ from workers import side_by_side
 
 def main() -> None:
     asked = experiment(__doc__)
-    side_by_side(lambda command: command.report(asked), (quality, components, batch_size))
+
+    def reported(command: ModuleType) -> bool:
+        try:
+            command.report(asked)
+        except SystemExit as error:  # the others go on
+            print(f"{command.__name__}: {error}", file=sys.stderr)
+            return False
+        return True
+
+    if not all(side_by_side(reported, (quality, components, batch_size))):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

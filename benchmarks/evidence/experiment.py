@@ -48,7 +48,7 @@ class Experiment:
     def search(self, spaces: Mapping[Name, list[Run]], most: int = SEEDS) -> tuple[dict[Name, list[Run]], Rows]:
         """By name the runs of the best trial, one for each seed, where they are complete; and the rows of them.
 
-        Nobody waits for the trials of others."""
+        No name waits for the trials of another."""
 
         def seeds_of(name: Name) -> tuple[list[Run], Rows]:
             best = self.best({name: spaces[name]})

@@ -110,6 +110,7 @@ class Place:
                 value.copy_(fresh[name])
         if run.batch != self.batch:
             torch.compiler.reset()
+            self.recorder = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # others want it
             self.batch = run.batch

@@ -5,15 +5,20 @@ seeds of one loss train while another is still being searched. A process prefers
 compiled for.
 """
 
+import atexit
+import contextlib
 import multiprocessing
 import os
+import signal
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,11 +26,14 @@ import runs
 import table
 import torch
 from photos import MODEL, Photos
+from rich.console import Console
 from rich.progress import Progress
 from runs import Rows, Run
 
 A_RUN = 120.0  # seconds, where no run of that batch size has been timed yet; of smaller batches than 128 more
 START = 60.0  # seconds more that the first run of a process takes, to load and to compile
+AT_ONCE = 32_768  # samples, in the batches of all processes together: they share the GPU's memory
+THREADS = "2"  # that compile for each process: they all do it at the same time
 Done = tuple[list[dict[str, float]], float]  # points and seconds
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -33,8 +41,8 @@ Made = TypeVar("Made")
 
 @dataclass
 class Workers:
-    """`until` is on the clock of `time.time()`: no run begins that would not be over by then, going by those before.
-    A run that fails is told and left out. `steps` cuts every run off, for trying."""
+    """`until` is on the clock of `time.time()`: no run begins that would not be over by then, if it takes as long as
+    most before it did. A run that fails is told and left out. `steps` cuts every run off, for trying."""
 
     photos: Path
     results: Path = table.RESULTS
@@ -46,11 +54,13 @@ class Workers:
     asked: dict[str, Future[None]] = field(default_factory=dict, init=False)
     changed: threading.Condition = field(default_factory=threading.Condition, init=False)
     feeders: int = field(default=0, init=False)
+    running: list[Run] = field(default_factory=list, init=False)
     progress: Progress = field(default_factory=lambda: Progress(transient=True), init=False)
 
     def __post_init__(self) -> None:
         self.recipe = runs.recipe_of(self.config, self.steps)
         self.bar = self.progress.add_task("runs", total=0)
+        atexit.register(self.progress.stop)
 
     @property
     def path(self) -> Path:
@@ -67,8 +77,9 @@ class Workers:
             ours = [self.asked[key] for run in wanted if (key := run.key(self.recipe)) in self.asked]
             self._start_feeders()
             self.changed.notify_all()
-        for future in ours:
-            future.result()
+        with ending_all():
+            for future in ours:
+                future.result()
         with self.changed:
             known = self._known()
         return {run: known[key] for run in wanted if (key := run.key(self.recipe)) in known}
@@ -77,8 +88,9 @@ class Workers:
         return {row["run"]: row for row in table.rows(self.path)}
 
     def _in_time(self, batch: int, *, warm: bool) -> bool:
-        timed = [float(row["seconds"]) for row in table.rows(self.path) if row["batch"] == str(batch)]
-        a_run = 1.1 * min(timed, default=A_RUN * max(1.0, 128 / batch))  # the shortest did not compile
+        same = {"batch": str(batch), "recipe": self.recipe}
+        timed = sorted(float(row["seconds"]) for row in table.rows(self.path) if same.items() <= row.items())
+        a_run = timed[len(timed) * 3 // 4] if timed else A_RUN * max(1.0, 128 / batch)
         return time.time() + a_run + (0.0 if warm else START) <= self.until
 
     def _start_feeders(self) -> None:
@@ -86,40 +98,61 @@ class Workers:
         if self.waiting and not self.feeders:
             Photos.of(self.photos)  # decodes them, if nobody has yet
             self.progress.start()
-        while self.feeders < min(self.processes, len(self.waiting)):
+        while self.feeders < min(self.processes, len(self.running) + len(self.waiting)):
             self.feeders += 1
             threading.Thread(target=self._feed, daemon=True).start()
         self.progress.update(self.bar, total=len(self.asked))
 
     def _feed(self) -> None:
-        """One process, one run after the other."""
+        """One process, one run after the other. After a run that failed, another process: the GPU may have, too."""
         process, batch = self._process(), 0
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.waiting)
-                run, future = next((each for each in self.waiting if each[0].batch == batch), self.waiting[0])
+                self.changed.wait_for(partial(self._next, batch))
+                run, future = self._next(batch)[0]
                 self.waiting.remove((run, future))
-                begin = self._in_time(run.batch, warm=run.batch == batch)
-                beside = self.feeders
-            if begin:
-                batch = run.batch
-                try:
-                    told = process(_trained, run, self.photos, self.config, self.steps)
-                except BrokenProcessPool:
-                    told, process, batch = f"{run}\nits process died", self._process(), 0
+                self.running.append(run)
+                begin, beside = self._in_time(run.batch, warm=run.batch == batch), len(self.running)
+            told: Done | str | None = None
+            try:
+                told = self._called(process, run) if begin else None
                 with self.changed:
                     self._write(run, told, beside)
-            future.set_result(None)
+                future.set_result(None)
+            except BaseException as error:  # whoever asked for the run hears of it
+                future.set_exception(error)
+            finally:
+                with self.changed:
+                    self.running.remove(run)
+                    self.changed.notify_all()
+            batch = run.batch if begin else batch
+            if isinstance(told, str):
+                process, batch = self._process(), 0
+
+    def _next(self, batch: int) -> list[tuple[Run, Future[None]]]:
+        """What may begin: of this batch size first, then in the order they were asked for."""
+        room = AT_ONCE - sum(run.batch for run in self.running)
+        fitting = [each for each in self.waiting if each[0].batch <= room or not self.running]
+        return sorted(fitting, key=lambda each: each[0].batch != batch)
+
+    def _called(self, process: Callable[..., Done | str], run: Run) -> Done | str:
+        try:
+            return process(_trained, run, self.photos, self.config, self.steps)
+        except BrokenProcessPool:
+            return f"{run}\nits process died"
 
     def _process(self) -> Callable[..., Done | str]:
         if self.processes == 1:
             return lambda function, *given: function(*given)  # this one will do
         context = multiprocessing.get_context("spawn")
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = THREADS  # read when torch is imported
         pool = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare)
         return lambda function, *given: pool.submit(function, *given).result()
 
-    def _write(self, run: Run, told: Done | str, beside: int) -> None:
+    def _write(self, run: Run, told: Done | str | None, beside: int) -> None:
         self.progress.advance(self.bar)
+        if told is None:
+            return
         if isinstance(told, str):
             self.progress.console.print(f"failed: {told}", markup=False)
             return
@@ -134,7 +167,7 @@ class Workers:
 
 def _prepare() -> None:
     torch.set_num_threads(1)
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"  # of each process: they all compile at the same time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends them
 
 
 def _trained(run: Run, photos: Path, config: Path, steps: int | None) -> Done | str:
@@ -149,5 +182,18 @@ def _trained(run: Run, photos: Path, config: Path, steps: int | None) -> Done | 
 def side_by_side(function: Callable[[Given], Made], given: Iterable[Given]) -> list[Made]:
     """The results in order; each waits in a thread of its own."""
     given = list(given)
-    with ThreadPoolExecutor(max(1, len(given))) as threads:
+    with ThreadPoolExecutor(max(1, len(given))) as threads, ending_all():
         return list(threads.map(function, given))
+
+
+@contextlib.contextmanager
+def ending_all() -> Iterator[None]:
+    """Ctrl-C ends the command at once, with its threads and processes; the rows of runs that are over are there."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        Console(stderr=True).show_cursor()
+        print("stopped; the same command goes on", file=sys.stderr, flush=True)
+        for child in multiprocessing.active_children():
+            child.terminate()
+        os._exit(130)

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -234,7 +237,7 @@ def test_a_process_stays_with_its_batch_and_a_dead_one_is_replaced(tmp_path, mon
             trained.append((run.batch, run.seed))
             if run.seed == 3:
                 raise BrokenProcessPool
-            return f"no row of {run.seed}"
+            return [], 1.0
 
         return call
 
@@ -245,6 +248,88 @@ def test_a_process_stays_with_its_batch_and_a_dead_one_is_replaced(tmp_path, mon
     assert asked.rows(wanted) == {}
     assert trained == [(16, 1), (16, 3), (32, 2), (32, 5), (16, 4)]  # 3 took its process with it
     assert len(started) == 2 and "its process died" in told[1]
+
+
+def feeding(monkeypatch, call):
+    """Workers whose processes are calls, and that keep no rows."""
+    monkeypatch.setattr(workers.Workers, "_process", lambda self: lambda function, run, *_: call(run))
+    monkeypatch.setattr(workers.Workers, "_write", lambda self, run, told, beside: None)
+
+
+def test_a_run_that_fails_gets_another_process(tmp_path, monkeypatch):
+    """One whose GPU is in error would fail all that come after."""
+    started = []
+
+    def process(self):
+        started.append(self)
+        return lambda function, run, *_: "an error" if run.seed == 1 else ([], 1.0)
+
+    monkeypatch.setattr(workers.Workers, "_process", process)
+    monkeypatch.setattr(workers.Workers, "_write", lambda self, run, told, beside: None)
+    wanted = [runs.Run("infonce", 16, 1e-3, seed) for seed in (1, 2, 3)]
+    workers.Workers(BUNDLED, results=tmp_path, processes=1).rows(wanted)
+    assert len(started) == 2
+
+
+def test_an_error_of_the_disk_ends_the_command(tmp_path, monkeypatch):
+    def full(self, run, told, beside):
+        raise OSError(28, "No space left on device")
+
+    feeding(monkeypatch, lambda run: ([], 1.0))
+    monkeypatch.setattr(workers.Workers, "_write", full)
+    with pytest.raises(OSError, match="No space left"):
+        workers.Workers(BUNDLED, results=tmp_path, processes=2).rows([runs.Run("infonce", 16, 1e-3, 1)])
+
+
+def test_all_processes_are_used_and_large_batches_share_the_memory(tmp_path, monkeypatch):
+    """Asked for in pieces by several, eight runs are all begun; of batch 16,384 only two are at once."""
+    both, most, now, lock = threading.Barrier(8), [], [0], threading.Lock()
+
+    def call(run):
+        if run.batch == 16:
+            both.wait(20)
+        with lock:
+            now[0] += run.batch
+            most.append(now[0])
+        time.sleep(0.02)
+        with lock:
+            now[0] -= run.batch
+        return [], 1.0
+
+    feeding(monkeypatch, call)
+    asked = workers.Workers(BUNDLED, results=tmp_path, processes=8)
+    small = [runs.Run("infonce", 16, 1e-3, seed) for seed in range(8)]
+    workers.side_by_side(asked.rows, [small[:3], small[3:4], small[4:5], small[5:]])
+    most.clear()
+    asked.rows([runs.Run("infonce", 16_384, 1e-3, seed) for seed in range(6)])
+    assert len(most) == 6 and max(most) == workers.AT_ONCE
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_command_and_its_processes(tmp_path):
+    code = (
+        "import pathlib, runs, sys, workers\n"
+        "from leanclip.data.datasets import BUNDLED\n"
+        "if __name__ == '__main__':\n"
+        "    results, config = map(pathlib.Path, sys.argv[1:])\n"
+        "    asked = workers.Workers(BUNDLED, results=results, processes=2, config=config)\n"
+        "    print('begun', flush=True)\n"
+        "    wanted = [[runs.Run('infonce', 16, 1e-3, seed, epochs=10**4)] for seed in (1, 2)]\n"
+        "    workers.side_by_side(asked.rows, wanted)\n"
+    )
+    config, script = tmp_path / "tiny.json", tmp_path / "endless.py"
+    config.write_text(json.dumps(runs.TINY))
+    script.write_text(code)
+    path = os.pathsep.join([str(EVIDENCE), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path), str(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": path}, start_new_session=True, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    time.sleep(12)  # both train
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=30)  # all that write to its pipes are gone
+    assert process.returncode == 130 and "the same command goes on" in said
 
 
 def test_nobody_waits_for_the_trials_of_others(tmp_path):

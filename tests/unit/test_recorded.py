@@ -1,12 +1,15 @@
 """Recorded steps, with a stand-in for CUDA graphs: the function is called again, and what it makes goes to where the
 first call's result lies. tests/gpu has the real ones."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tower_cases import FAMILIES, captions, model_of
 
 import leanclip
 from leanclip.data import Batch
+from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.training.loss_scale import LossScale
 from leanclip.training.pieces import Pieces
 from leanclip.training.recorded import WARM_UP, Recorder
@@ -90,6 +93,30 @@ def test_recorded_steps_train_as_the_others_do(name):
         torch.stack(values)[[s for s in range(len(values)) if s not in broken]] for *_, values in (plain, again)
     )
     assert torch.allclose(found, right, rtol=1e-9)
+
+
+def test_tables_that_moved_are_recorded_anew():
+    """A recording knows them by address."""
+    model = model_of(*FAMILIES["clip"]).train()
+    loss = leanclip.create_loss("fastclip-v3", num_samples=SAMPLES)
+    assert isinstance(loss, GlobalContrastiveLoss) and loss.state is not None
+    recorder = Recorder(model, torch.autocast("cpu", enabled=False), lambda *given: Again(loss)(*given))
+    pieces = Pieces(
+        towers=model, loss=loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), batch=BATCH,
+        texts=model.texts, recorder=recorder,
+    )  # fmt: skip
+    tokens = captions(longest=9)
+    assert model.end_of_text is not None
+    images, lengths = torch.rand(BATCH, 3, 32, 32), model.end_of_text(tokens)
+    batch = Batch(images=images, tokens=tokens, sample_ids=torch.arange(BATCH), lengths=lengths)
+    for epoch in range(WARM_UP + 2):
+        loss.set_epoch(epoch, 9)
+        training_step(pieces, batch)
+    (before,) = recorder.found.values()
+    loss.resize(SAMPLES + 5)
+    training_step(pieces, replace(batch, sample_ids=torch.arange(BATCH) + SAMPLES + 5 - BATCH))
+    (after,) = recorder.found.values()
+    assert after is not before and int(loss.state.visited) == 2 * BATCH
 
 
 def test_a_recorded_step_follows_the_loss_scale():

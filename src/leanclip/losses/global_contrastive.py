@@ -22,6 +22,7 @@ from leanclip.losses.attach import attach_gradients
 from leanclip.losses.base import ContrastiveLoss, Local, work_dtype
 from leanclip.losses.gamma import InnerRate
 from leanclip.losses.normalizer import Normalizer
+from leanclip.losses.numbers import Numbers
 from leanclip.losses.output import LossOutput, Metric, Metrics
 from leanclip.losses.sample_state import SampleState
 from leanclip.losses.similarities import Similarities
@@ -30,8 +31,6 @@ from leanclip.losses.temperature import Anchors, ConstantTemperature, GlobalTemp
 
 class GlobalContrastiveLoss(ContrastiveLoss):
     """One objective for the whole family; `create_loss` puts the pieces of each member together."""
-
-    shares: Tensor
 
     def __init__(
         self,
@@ -53,22 +52,17 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.normalizer, self.value, self.temperature_gradient = normalizer, value, temperature_gradient
         self.inner_rate, self.weight_by_tau = inner_rate, weight_by_tau
         self.epoch = 0
-        # 1 - gamma and gamma: what the estimate keeps and takes. On the device, so that a recorded step follows.
-        self.register_buffer("shares", torch.tensor([0.0, 1.0], dtype=torch.float64), persistent=False)
-        self._gamma = 1.0
+        self.shares = Numbers(0.0, 1.0)  # 1 - gamma and gamma: what the estimate keeps and takes
         self._since_set_epoch: float = math.inf  # samples; more than there are means that a call was forgotten
 
     @property
     def gamma(self) -> float:
         """The inner learning rate."""
-        return self._gamma
+        return self.shares.now[1]
 
     @gamma.setter
     def gamma(self, value: float) -> None:
-        if value != self._gamma:
-            self._gamma = value
-            for share, number in zip(self.shares, (1 - value, value), strict=True):
-                share.fill_(number)
+        self.shares.set(1 - value, value)
 
     def set_epoch(self, epoch: float, epochs: int) -> None:
         """Tell the loss where the run is: moves gamma. With `gamma_per_step` give the epoch with its fraction."""
@@ -105,7 +99,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             # 2. normaliser
             shift = self._shift(matrix, logit, inverse, known)
             log_norm, log_u = self.normalizer(
-                log_g, known.get("log_u"), negatives=max(batch - 1, 1), shares=self.shares, shift=shift
+                log_g, known.get("log_u"), negatives=max(batch - 1, 1), shares=self.shares.value, shift=shift
             )
             anchors = Anchors(tau, log_g, mean_l, log_norm, log_u, (log_g - log_norm).exp())
             # 3. temperature and state
@@ -223,7 +217,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         state = self.state
         if state is not None:
             metrics |= {
-                "gamma": lambda: self.shares[1],
+                "gamma": self.shares.value[1].clone(),
                 "log_u_mean": lambda: anchors.finite_log_u().mean(),
                 "log_u_spread": lambda: anchors.finite_log_u().std(correction=0),
                 "estimate_gap": lambda: (anchors.log_g - anchors.log_u).nan_to_num(0.0, 0.0, 0.0).abs().mean(),

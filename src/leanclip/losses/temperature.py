@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from leanclip.losses.numbers import Numbers
 from leanclip.losses.sample_state import SIDES, SampleState
 
 GRADIENT_CLAMP = 5.0  # of the per-sample temperature gradient, as published
@@ -105,8 +106,6 @@ def robust_gradient(rho: float, form: Literal["published", "exact"], anchors: An
 class IndividualTemperature(nn.Module):
     """One learnable temperature per sample and direction, each with an Adam of its own, in the sample state."""
 
-    in_epoch: Tensor
-
     def __init__(
         self,
         *,
@@ -122,9 +121,7 @@ class IndividualTemperature(nn.Module):
         self.rho, self.lr_tau = rho, lr_tau
         self.tau_min, self.tau_max = tau_min, tau_max
         self.adam, self.betas, self.eps = adam, betas, eps
-        # `published`: this epoch's betas and bias corrections, on the device, so that a recorded step follows.
-        self.register_buffer("in_epoch", torch.tensor(self._in_epoch(0), dtype=torch.float64), persistent=False)
-        self.epoch = 0
+        self.in_epoch = Numbers(*self._in_epoch(0))  # `published`: this epoch's betas and bias corrections
 
     def tables(self, tau: float) -> dict[str, float]:
         """The initial values of the tables, for each side."""
@@ -135,9 +132,7 @@ class IndividualTemperature(nn.Module):
 
     def begin(self, epoch: int) -> None:
         """Of an epoch, once or several times."""
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self.in_epoch.copy_(torch.tensor(self._in_epoch(epoch), dtype=torch.float64))
+        self.in_epoch.set(*self._in_epoch(epoch))
 
     def _in_epoch(self, epoch: int) -> list[float]:
         first, second = self.betas if epoch else (0.0, 0.0)
@@ -155,7 +150,7 @@ class IndividualTemperature(nn.Module):
             first, second = self.betas
             first_correction, second_correction = 1 - first**exponent, 1 - second**exponent
         else:
-            first, second, first_correction, second_correction = self.in_epoch.to(gradient.dtype).unbind()
+            first, second, first_correction, second_correction = self.in_epoch.value.to(gradient.dtype).unbind()
         m = torch.lerp(gradient, own["tau_m"], first)
         v = torch.lerp(gradient * gradient, own["tau_v"], second)
         step = (m / first_correction) / ((v / second_correction).sqrt() + self.eps)

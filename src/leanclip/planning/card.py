@@ -102,7 +102,7 @@ class Step(Protocol):
     @property
     def compiled(self) -> bool: ...  # the towers' blocks
     @property
-    def recorded(self) -> bool: ...  # the towers, as CUDA graphs
+    def recorded(self) -> bool: ...  # as a CUDA graph, up to the gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +153,13 @@ class Card:
         return dict(found)
 
     def launching(self, step: Step) -> float:
-        """Seconds in which the host launches all up to the optimizer. Recorded towers take none."""
+        """Seconds in which the host launches all up to the optimizer. What is recorded takes none."""
         phases: Counter[str] = Counter()
         for kernel, count in step.kernels.items():
             phases[kernel.phase] += count
         towers = {phase: phases.pop(phase, 0) for phase in ("image tower", "text tower", "backward")}
+        if step.recorded:
+            phases.pop("loss", 0)
         took = self.host.norm * step.parameters
         took += self.host.forward * sum(count for phase, count in phases.items() if phase != "optimizer")
         if step.recorded:

@@ -57,7 +57,7 @@ class Predicted:
     parameters: int  # trained tensors
     parts: int  # micro-batches
     compiled: bool  # the towers' blocks
-    recorded: bool  # the towers, as CUDA graphs
+    recorded: bool  # as a CUDA graph, up to the gradients
 
     @property
     def peak(self) -> int:

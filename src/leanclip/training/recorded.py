@@ -64,12 +64,17 @@ class Recorder:
     ) -> None:
         self.model, self.autocast, self.record = model, autocast, record
         self.met, self.found = Counter[Shape](), dict[Shape, Recorded]()
+        self.known: object = None  # the loss that they know, and where its tables lie
         self.pool = torch.cuda.graph_pool_handle() if record is Graph else None
 
     def __call__(self, pieces: Pieces, batch: Batch) -> "Recorded | None":
         """Ready to replay with this batch put in; None where the step must run without."""
         if batch.lengths is None:
             return None
+        known = pieces.loss, [table.data_ptr() for table in pieces.loss.buffers()]
+        if known != self.known:
+            self.found.clear()
+            self.known = known
         places = layout(batch.lengths, width=batch.tokens.shape[1], few_sizes=True)
         shape = Shape(batch.images.shape, batch.tokens.shape, places.size, places.longest)
         if shape not in self.found:
