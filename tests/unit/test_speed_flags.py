@@ -14,8 +14,7 @@ from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.models import ModelConfig, create_model
 from leanclip.training import TrainConfig
-from leanclip.training.recorded import worth_recording
-from leanclip.training.setup import compiles, records
+from leanclip.training.towers import compiles, records, worth_recording
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

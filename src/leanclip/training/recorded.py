@@ -16,13 +16,11 @@ from leanclip.data import Batch
 from leanclip.losses import LossOutput
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.models import TwoTower
-from leanclip.models.text_length import Layout, Texts, layout, text_tower
+from leanclip.models.text_length import Layout, Texts, layout
 from leanclip.training.pieces import Pieces
 
 WARM_UP = 3  # steps of each shape that run as always first: nothing may be compiled while a recording is made
 SHAPES = 4  # recorded at most; each keeps its activations
-CAPTION, PATCH = 16, 16  # tokens and pixels, about
-SMALL = 4e12  # operations of the towers in a step: about 10 ms on a fast GPU
 
 
 class Shape(NamedTuple):
@@ -131,23 +129,3 @@ class Recorded:
         if self.state is not None:
             self.state.undo = self.undo
         return LossOutput(loss=self.output.loss.clone(), metrics=self.output.metrics)
-
-
-def work(model: TwoTower, batch: float) -> float:
-    """Operations of the towers in a step, about. Of others than open_clip's own transformers little is known: there,
-    each weight is taken to meet as many patches of 16 pixels as an image has, and each of a text tower as many tokens
-    as a caption has."""
-    visual, texts = model.clip.visual, text_tower(model.clip)
-    text_work = CAPTION * sum(p.numel() for p in getattr(texts, "transformer", texts).parameters())
-    if model.own_image:
-        image_work = len(visual.positional_embedding) * sum(p.numel() for p in visual.transformer.parameters())
-    else:
-        size = model.preprocess.size
-        height, width = (size, size) if isinstance(size, int) else size
-        image_work = height * width // PATCH**2 * sum(p.numel() for p in visual.parameters())
-    return 6 * batch * (image_work + text_work)
-
-
-def worth_recording(model: TwoTower, batch: int) -> bool:
-    """Whether launching would take longer than computing. Only what open_clip's own transformers do is known."""
-    return model.own_image and model.end_of_text is not None and work(model, batch) < SMALL
