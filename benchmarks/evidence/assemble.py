@@ -21,6 +21,7 @@ seed and the command. This page is put together by `python benchmarks/evidence/a
 SECTIONS = {
     "quality": ("Quality at equal budget", "quality.py", "runs.csv"),
     "why": ("Why they differ, or do not", "why.py", "why.csv"),
+    "changes": ("What would change it", "changes.py", "runs.csv"),
     "components": ("The three components", "components.py", "runs.csv"),
     "batch_size": ("Small batch against large", "batch_size.py", "runs.csv"),
     "loss_over_ranks": ("Memory and time of the loss over ranks", "loss_over_ranks.py", "loss_over_ranks.csv"),

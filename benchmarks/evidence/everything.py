@@ -1,4 +1,4 @@
-"""All comparisons of trained models (quality, components, batch_size) at once, so that the GPU
+"""All comparisons of trained models (quality, components, batch_size, changes) at once, so that the GPU
 never waits for the last runs of one of them.
 
     python benchmarks/evidence/everything.py --photos FOLDER  # continues where it ended
@@ -12,6 +12,7 @@ import sys
 from types import ModuleType
 
 import batch_size
+import changes
 import components
 import quality
 from experiment import experiment
@@ -29,7 +30,7 @@ def main() -> None:
             return False
         return True
 
-    if not all(side_by_side(reported, (quality, components, batch_size))):
+    if not all(side_by_side(reported, (quality, components, batch_size, changes))):
         sys.exit(1)
 
 

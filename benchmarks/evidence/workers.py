@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from runs import Rows, Run
 
-A_RUN = 120.0  # seconds, where no run of that batch size has been timed yet; of smaller batches than 128 more
+AN_EPOCH = 7.5  # seconds, where no run of that batch size has been timed yet; of smaller batches than 128 more
 START = 60.0  # seconds more that the first run of a process takes, to load and to compile
 AT_ONCE = 32_768  # samples, in the batches of all processes together: they share the GPU's memory
 THREADS = "2"  # that compile for each process: they all do it at the same time
@@ -71,7 +71,7 @@ class Workers:
         with self.changed:
             known = self._known()
             for key, run in {run.key(self.recipe): run for run in wanted}.items():
-                if key not in known and key not in self.asked and self._in_time(run.batch, warm=True):
+                if key not in known and key not in self.asked and self._in_time(run, warm=True):
                     self.asked[key] = Future()
                     self.waiting.append((run, self.asked[key]))
             ours = [self.asked[key] for run in wanted if (key := run.key(self.recipe)) in self.asked]
@@ -87,11 +87,12 @@ class Workers:
     def _known(self) -> dict[str, dict[str, str]]:
         return {row["run"]: row for row in table.rows(self.path)}
 
-    def _in_time(self, batch: int, *, warm: bool) -> bool:
-        same = {"batch": str(batch), "recipe": self.recipe}
-        timed = sorted(float(row["seconds"]) for row in table.rows(self.path) if same.items() <= row.items())
-        a_run = timed[len(timed) * 3 // 4] if timed else A_RUN * max(1.0, 128 / batch)
-        return time.time() + a_run + (0.0 if warm else START) <= self.until
+    def _in_time(self, run: Run, *, warm: bool) -> bool:
+        same = {"batch": str(run.batch), "recipe": self.recipe}
+        rows = [row for row in table.rows(self.path) if same.items() <= row.items()]
+        epoch = sorted(float(row["seconds"]) / float(row["epochs"]) for row in rows)
+        an_epoch = epoch[len(epoch) * 3 // 4] if epoch else AN_EPOCH * max(1.0, 128 / run.batch)
+        return time.time() + run.epochs * an_epoch + (0.0 if warm else START) <= self.until
 
     def _start_feeders(self) -> None:
         """A thread for each process, once there is something to train."""
@@ -112,7 +113,7 @@ class Workers:
                 run, future = self._next(batch)[0]
                 self.waiting.remove((run, future))
                 self.running.append(run)
-                begin, beside = self._in_time(run.batch, warm=run.batch == batch), len(self.running)
+                begin, beside = self._in_time(run, warm=run.batch == batch), len(self.running)
             told: Done | str | None = None
             try:
                 told = self._called(process, run) if begin else None

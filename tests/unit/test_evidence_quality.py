@@ -14,6 +14,7 @@ from pathlib import Path
 
 import assemble
 import batch_size
+import changes
 import components
 import everything
 import experiment
@@ -138,6 +139,25 @@ def test_a_summary_pairs_the_seeds_and_names_its_runs():
     assert "| 128 | fastclip-v3 | lr 0.0005 | 13.60 ± 2.07 | 20.00 ± 0.00 |" in text
 
 
+def test_a_change_is_compared_with_the_same_change(tmp_path):
+    """And one that the other loss cannot have, with the other as it was."""
+    recalls = {("infonce", 16, 0.1): 0.2, ("infonce", 48, 0.1): 0.3, ("infonce", 16, 0.5): 0.1}
+
+    def finish(wanted):
+        return {run: row(recalls.get((run.loss, run.epochs, run.wd), 0.25) + run.seed / 1000) for run in wanted}
+
+    def row(recall):
+        return {"val_t2i10": "0.5", "test_t2i10": str(recall), "seen_t2i10": "0.6"}
+
+    changes.report(experiment.Experiment(finish, pytest.fail, tmp_path, "", 3, False))
+    lines = (tmp_path / "changes.md").read_text().splitlines()
+    gaps = {line.split(" | ")[0][2:]: line.split(" | ")[5] for line in lines[2:6]}
+    assert gaps == {
+        "as they were": "+5.00 ± 0.00", changes.LONGER: "-5.00 ± 0.00", changes.HEAVIER: "+15.00 ± 0.00",
+        changes.FASTER: "+5.00 ± 0.00",
+    }  # fmt: skip
+
+
 def test_what_is_not_complete_is_named():
     whole = [(loss, 128) for loss in quality.CHOICES] + [(loss, 512) for loss in quality.CHOICES]
     assert quality.unfinished({key: [] for key in [*whole, ("infonce", 2048)]}) == ""
@@ -222,8 +242,18 @@ def test_what_all_runs_share_is_part_of_their_key(tmp_path, monkeypatch):
 def test_no_run_begins_that_would_not_be_over_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "_trained", lambda *_: pytest.fail("trained"))
     run = runs.Run("infonce", 128, 1e-3, 1)
-    until = time.time() + workers.A_RUN / 2
+    until = time.time() + 4 * workers.AN_EPOCH
     assert workers.Workers(BUNDLED, results=tmp_path, processes=1, until=until).rows([run]) == {}
+    timed = dict.fromkeys(runs.FIELDS, "") | {
+        "batch": "128",
+        "epochs": "4",
+        "recipe": runs.recipe_of(runs.MODEL, None),
+    }
+    for seconds in (16, 40, 40, 40):  # ten an epoch
+        table.append(tmp_path / "runs.csv", runs.FIELDS, timed | {"seconds": seconds})
+    for epochs, spare in ((2, 15), (2, 30), (3, 25)):
+        asked = workers.Workers(BUNDLED, results=tmp_path, processes=1, until=time.time() + spare)
+        assert asked._in_time(replace(run, epochs=epochs), warm=True) == (epochs * 10 < spare)
 
 
 def test_a_process_stays_with_its_batch_and_a_dead_one_is_replaced(tmp_path, monkeypatch):
@@ -379,7 +409,7 @@ def test_a_run_is_trained_once(emoji, tmp_path, monkeypatch):
     assert first[run]["samples"] == "32" and first[run]["seed"] == "1" and first[run]["device"]
 
 
-@pytest.mark.parametrize("command", [quality, components, batch_size, everything, step_time, why])
+@pytest.mark.parametrize("command", [quality, components, batch_size, changes, everything, step_time, why])
 def test_every_command_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [command.__file__, "--quick"])
