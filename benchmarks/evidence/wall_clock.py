@@ -228,7 +228,8 @@ def trials(arguments: argparse.Namespace) -> list[Trial]:
 
 def measure(arguments: argparse.Namespace, output: Path) -> int:
     pixels = json.loads(arguments.model.read_text())["vision_cfg"]["image_size"]
-    failed, began, longest = 0, time.monotonic(), 0.0
+    failed, began = 0, time.monotonic()
+    longest: dict[str, float] = {}  # seconds, of each trainer
     with tempfile.TemporaryDirectory() as name:
         data = prepare(Path(name), arguments, pixels)
         print(f"{data.samples:,} training samples in {len(data.train)} shards", flush=True)
@@ -239,7 +240,7 @@ def measure(arguments: argparse.Namespace, output: Path) -> int:
                 print(f"{trial}: already there", flush=True)
                 continue
             start = time.monotonic()
-            if start + longest - began > arguments.limit:
+            if start + longest.get(trial.trainer, 0.0) - began > arguments.limit:
                 print(f"{trial}: not begun, it would not be over within {arguments.limit:g} s", flush=True)
                 continue
             try:
@@ -248,7 +249,7 @@ def measure(arguments: argparse.Namespace, output: Path) -> int:
                 print(error, file=sys.stderr, flush=True)
                 failed += 1
                 continue
-            longest = max(longest, time.monotonic() - start)
+            longest[trial.trainer] = max(time.monotonic() - start, longest.get(trial.trainer, 0.0))
             for row in found:
                 table.append(output, FIELDS, row)
             last = found[-1]
