@@ -338,9 +338,10 @@ def test_all_processes_are_used_and_large_batches_share_the_memory(tmp_path, mon
 @pytest.mark.slow
 def test_ctrl_c_ends_the_command_and_its_processes(tmp_path):
     code = (
-        "import pathlib, runs, sys, workers\n"
+        "import pathlib, runs, signal, sys, workers\n"
         "from leanclip.data.datasets import BUNDLED\n"
         "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
         "    results, config = map(pathlib.Path, sys.argv[1:])\n"
         "    asked = workers.Workers(BUNDLED, results=results, processes=2, config=config)\n"
         "    print('begun', flush=True)\n"
