@@ -169,6 +169,15 @@ class Workers:
 def _prepare() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends them
+    threading.Thread(target=_end_with_the_command, daemon=True).start()
+
+
+def _end_with_the_command() -> None:
+    """Also where it was killed."""
+    command = multiprocessing.parent_process()
+    assert command is not None
+    command.join()
+    os._exit(1)
 
 
 def _trained(run: Run, photos: Path, config: Path, steps: int | None) -> Done | str:

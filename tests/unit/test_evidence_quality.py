@@ -1,5 +1,6 @@
 """The comparison of the losses: its statistics, its pairing, and its commands."""
 
+import contextlib
 import json
 import math
 import os
@@ -336,8 +337,9 @@ def test_all_processes_are_used_and_large_batches_share_the_memory(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_command_and_its_processes(tmp_path):
-    code = (
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_command_that_is_ended_takes_its_processes_with_it(sent, code, tmp_path):
+    text = (
         "import pathlib, runs, signal, sys, workers\n"
         "from leanclip.data.datasets import BUNDLED\n"
         "if __name__ == '__main__':\n"
@@ -350,7 +352,7 @@ def test_ctrl_c_ends_the_command_and_its_processes(tmp_path):
     )
     config, script = tmp_path / "tiny.json", tmp_path / "endless.py"
     config.write_text(json.dumps(runs.TINY))
-    script.write_text(code)
+    script.write_text(text)
     path = os.pathsep.join([str(EVIDENCE), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, str(script), str(tmp_path), str(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -358,9 +360,13 @@ def test_ctrl_c_ends_the_command_and_its_processes(tmp_path):
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == "begun\n"
     time.sleep(12)  # both train
-    os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=30)  # all that write to its pipes are gone
-    assert process.returncode == 130 and "the same command goes on" in said
+    os.kill(process.pid, sent)
+    try:
+        _, said = process.communicate(timeout=30)  # all that write to its pipes are gone
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == code and (sent == signal.SIGKILL or "the same command goes on" in said)
 
 
 def test_nobody_waits_for_the_trials_of_others(tmp_path):
