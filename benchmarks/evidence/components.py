@@ -53,7 +53,6 @@ def spaces(best: dict[str, Run]) -> dict[tuple[str, str], list[Run]]:
     for loss, setting, other in (
         ("fastclip-v3", "tau_gradient", "exact"),
         ("fastclip-v2", "tau_adam", "visits"),
-        ("isogclr", "tau_adam", "visits"),
     ):
         for form in ("published", other):  # with every rho: theirs need not be the same
             trials = [replace(best[loss], hyper=tuple(choice.items())) for choice in quality.CHOICES[loss]]
@@ -110,7 +109,7 @@ def draw(asked: Experiment, chosen: dict[tuple[str, str], list[Run]]) -> bool:
 
 
 def report(asked: Experiment) -> None:
-    losses = ("fastclip-v0", "fastclip-v1", "fastclip-v2", "fastclip-v3", "isogclr")
+    losses = ("fastclip-v0", "fastclip-v1", "fastclip-v2", "fastclip-v3")
     first = {loss: quality.trials(loss, asked.quick) for loss in losses}
     best = asked.best(first)
     if len(best) < len(losses):

@@ -5,19 +5,21 @@
     python benchmarks/evidence/wall_clock.py --write        # plot and paragraph from the rows, measure nothing
 
 Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, warm-up, crops and
-precision, the same learning rates tried by both. open_clip runs its own command, `open_clip_train.main`, with
---torchcompile, and evaluates after every epoch, as `leanclip train` does here, which decides by itself whether to
-compile. Every run starts with empty caches of compiled models and kernels and without an index of its shards; the
-bytecode of the packages is there, as an installation leaves it. An epoch of open_clip's is rounded up to as many
-whole batches for each worker, one of leanclip's down to whole batches.
+precision, the same learning rates tried by both. The middle rate of each is run alone on the machine, with the clock;
+the others side by side, for their recall only; and then alone, too, those that were better. open_clip runs its own
+command, `open_clip_train.main`, with --torchcompile, and evaluates after every epoch, as `leanclip train` does here,
+which decides by itself whether to compile. Every run starts with empty caches of compiled models and kernels; one
+with the clock also without an index of its shards. The bytecode of the packages is there, as an installation leaves
+it. An epoch of open_clip's is rounded up to as many whole batches for each worker, one of leanclip's down to whole
+batches.
 
 The clock starts with the process. Time inside evaluations is left out on both sides, but for what leanclip's first
 one, before the first step, takes longer than the others: that is start-up. Two parts are also shown apart: `startup`,
 until the first training step begins (imports, model, data; leanclip also asks what fits), and `compile`, what the
-first epoch took longer than the median of the others. The target is the final recall of
-open_clip's best run; the run of leanclip that is compared is its best by final recall, too; the time of each is that
-of its first epoch at or above the target, so a baseline that was good early is not charged for the rest. A run whose
-last epoch is in the CSV file is not run again.
+first epoch took longer than the median of the others. The rate of each is the one with the best final recall; the
+target is the final recall of open_clip's run with it; the time of each is that of its first epoch at or above the
+target, so a baseline that was good early is not charged for the rest. A run whose last epoch is in the CSV file is
+not run again.
 """
 
 import argparse
@@ -36,6 +38,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +52,7 @@ from PIL import Image
 HERE = Path(__file__).parent
 EMOJI = HERE.parents[1] / "src/leanclip/data/emoji"
 FIELDS = (
-    "trainer", "loss", "lr", "seed", "model", "batch", "epochs", "samples", "workers", "epoch", "seconds",
+    "trainer", "loss", "lr", "seed", "model", "batch", "epochs", "samples", "workers", "alone", "epoch", "seconds",
     "startup_seconds", "evaluation_seconds", "text_to_image_recall_at_10", "image_to_text_recall_at_10",
     "trainer_command", *table.PROVENANCE,
 )  # fmt: skip
@@ -140,14 +143,15 @@ def flags(trial: Trial, arguments: argparse.Namespace, data: Data, logs: Path) -
     return named + switches
 
 
-def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -> list[dict[str, Any]]:
-    """One run in a process of its own; a row for each of its epochs."""
-    work = folder / "work"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+Row = dict[str, Any]
+
+
+def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path, *, alone: bool) -> list[Row]:
+    """One run in a process of its own; a row for each of its epochs, with times only where it was alone."""
+    work = Path(tempfile.mkdtemp(dir=folder))
     given = flags(trial, arguments, data, work / "logs")
     command = [sys.executable, str(HERE / "stopwatch.py"), trial.trainer, str(work / "events"), str(arguments.model)]
-    for index in folder.glob("**/.leanclip-index*"):
+    for index in folder.glob("**/.leanclip-index*") if alone else ():
         shutil.rmtree(index) if index.is_dir() else index.unlink()
     caches = work / "caches"
     places = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "LEANCLIP_CACHE")
@@ -159,7 +163,9 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -
     events = [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
     if done.returncode or not events:
         raise RuntimeError(f"{trial} ended with code {done.returncode}:\n{(work / 'output').read_text()[-3000:]}")
-    print("  " + last_word(work / "output"), flush=True)
+    if alone:
+        print("  " + last_word(work / "output"), flush=True)
+    shutil.rmtree(work)
     found, evaluating, startup = [], 0.0, 0.0
     looks = list(zip(events[::2], events[1::2], strict=True))
     usual = statistics.median(end["at"] - begin["at"] for begin, end in looks if end["epoch"])
@@ -174,9 +180,10 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path) -
             {
                 "trainer": trial.trainer, "loss": trial.loss, "lr": trial.lr, "seed": arguments.seed,
                 "model": arguments.model.stem, "batch": arguments.batch, "epochs": arguments.epochs,
-                "samples": data.samples, "workers": arguments.workers, "epoch": round(end["epoch"]),
-                "seconds": round(seconds, 3), "startup_seconds": round(startup, 3),
-                "evaluation_seconds": round(evaluating, 3),
+                "samples": data.samples, "workers": arguments.workers, "alone": alone, "epoch": round(end["epoch"]),
+                "seconds": round(seconds, 3) if alone else "",
+                "startup_seconds": round(startup, 3) if alone else "",
+                "evaluation_seconds": round(evaluating, 3) if alone else "",
                 "text_to_image_recall_at_10": round(end["text_to_image"], 5),
                 "image_to_text_recall_at_10": round(end["image_to_text"], 5),
                 "trainer_command": shown(trial, arguments.model, given, data), **table.provenance(),
@@ -217,56 +224,104 @@ def shown(trial: Trial, model: Path, given: list[str], data: Data) -> str:
     return line.replace(str(data.val), "val.tar").replace(given[given.index("--logs") + 1], "logs")
 
 
-def trials(arguments: argparse.Namespace) -> list[Trial]:
-    """The middle learning rate of each first, so that an early end leaves something to compare."""
-    found = []
-    for position in sorted(range(len(arguments.lr)), key=lambda at: abs(at - len(arguments.lr) // 2)):
-        found.append(Trial("open_clip", "infonce", arguments.lr[position]))
-        found += [Trial("leanclip", loss, arguments.lr[position]) for loss in arguments.losses]
-    return found
+def trials(arguments: argparse.Namespace) -> tuple[list[Trial], list[Trial]]:
+    """Those with the middle learning rate, and the others."""
+    found = [
+        [Trial("open_clip", "infonce", rate), *(Trial("leanclip", loss, rate) for loss in arguments.losses)]
+        for rate in arguments.lr
+    ]
+    middle = found.pop(len(found) // 2)
+    return middle, [trial for several in found for trial in several]
 
 
-def measure(arguments: argparse.Namespace, output: Path) -> int:
-    pixels = json.loads(arguments.model.read_text())["vision_cfg"]["image_size"]
-    failed, began = 0, time.monotonic()
-    longest: dict[str, float] = {}  # seconds, of each trainer
-    with tempfile.TemporaryDirectory() as name:
-        data = prepare(Path(name), arguments, pixels)
-        print(f"{data.samples:,} training samples in {len(data.train)} shards", flush=True)
-        if not arguments.quick:
-            import_once()
-        for trial in trials(arguments):
-            if any(matches(row, trial, arguments, data) for row in table.rows(output)):
-                print(f"{trial}: already there", flush=True)
-                continue
-            start = time.monotonic()
-            if start + longest.get(trial.trainer, 0.0) - began > arguments.limit:
-                print(f"{trial}: not begun, it would not be over within {arguments.limit:g} s", flush=True)
-                continue
-            try:
-                found = run(trial, arguments, data, Path(name))
-            except RuntimeError as error:
-                print(error, file=sys.stderr, flush=True)
-                failed += 1
-                continue
-            longest[trial.trainer] = max(time.monotonic() - start, longest.get(trial.trainer, 0.0))
-            for row in found:
-                table.append(output, FIELDS, row)
-            last = found[-1]
+@dataclass
+class Race:
+    arguments: argparse.Namespace
+    data: Data
+    folder: Path
+    output: Path
+    failed: int = 0
+
+    def __post_init__(self) -> None:
+        self.began = time.monotonic()
+        self.longest: dict[str, float] = {}  # seconds, of each trainer
+
+    def alone(self, trial: Trial) -> None:
+        """With the clock, unless it is there or would take too long."""
+        if any(matches(row, trial, self.arguments, self.data, alone=True) for row in table.rows(self.output)):
+            print(f"{trial}: already there", flush=True)
+            return
+        start = time.monotonic()
+        if start + self.longest.get(trial.trainer, 0.0) - self.began > self.arguments.limit:
+            print(f"{trial}: not begun, it would not be over within {self.arguments.limit:g} s", flush=True)
+            return
+        last = self.run(trial, alone=True)
+        self.longest[trial.trainer] = max(time.monotonic() - start, self.longest.get(trial.trainer, 0.0))
+        if last is not None:
             print(
                 f"{trial}: {last['text_to_image_recall_at_10']:.1%} text-to-image recall@10 after"
                 f" {last['seconds']:.1f} s of which startup {last['startup_seconds']:.1f};"
                 f" evaluations took {last['evaluation_seconds']:.1f} s more",
                 flush=True,
             )
-    return failed
+
+    def together(self, wanted: list[Trial]) -> None:
+        """For their recall."""
+        rows = table.rows(self.output)
+        missing = [each for each in wanted if not any(matches(row, each, self.arguments, self.data) for row in rows)]
+        with ThreadPoolExecutor(max(1, len(missing))) as threads:
+            for trial, last in zip(missing, threads.map(self.run, missing), strict=True):
+                if last is not None:
+                    print(f"{trial}: {last['text_to_image_recall_at_10']:.1%} text-to-image recall@10", flush=True)
+
+    def run(self, trial: Trial, *, alone: bool = False) -> Row | None:
+        """Its last row, with all of them written down."""
+        try:
+            found = run(trial, self.arguments, self.data, self.folder, alone=alone)
+        except RuntimeError as error:
+            print(error, file=sys.stderr, flush=True)
+            self.failed += 1
+            return None
+        for row in found:
+            table.append(self.output, FIELDS, row)
+        return found[-1]
+
+    def better(self, wanted: list[Trial]) -> list[Trial]:
+        """By trainer and loss the trial with the best final recall, by the first run of each."""
+        found: dict[tuple[str, str], tuple[float, Trial]] = {}
+        for trial in wanted:
+            rows = [row for row in table.rows(self.output) if matches(row, trial, self.arguments, self.data)]
+            recall = float(rows[0]["text_to_image_recall_at_10"]) if rows else -1.0
+            if recall > found.get((trial.trainer, trial.loss), (-1.0,))[0]:
+                found[trial.trainer, trial.loss] = recall, trial
+        return [trial for _, trial in found.values()]
 
 
-def matches(row: dict[str, str], trial: Trial, arguments: argparse.Namespace, data: Data) -> bool:
-    """Whether a row is the last one of this trial: of the same command, on as much data."""
+def measure(arguments: argparse.Namespace, output: Path) -> int:
+    pixels = json.loads(arguments.model.read_text())["vision_cfg"]["image_size"]
+    middle, others = trials(arguments)
+    with tempfile.TemporaryDirectory() as name:
+        race = Race(arguments, prepare(Path(name), arguments, pixels), Path(name), output)
+        print(f"{race.data.samples:,} training samples in {len(race.data.train)} shards", flush=True)
+        if not arguments.quick:
+            import_once()
+        if arguments.only != "search":
+            for trial in middle:
+                race.alone(trial)
+        if arguments.only != "alone":
+            race.together(others)
+        if arguments.only != "search":
+            for trial in race.better([*middle, *others]):
+                race.alone(trial)
+    return race.failed
+
+
+def matches(row: Row, trial: Trial, arguments: argparse.Namespace, data: Data, alone: bool = False) -> bool:
+    """Whether a row is the last one of this trial: of the same command, on as much data, alone if that is asked."""
     command = shown(trial, arguments.model, flags(trial, arguments, data, Path("logs")), data)
     last = int(row["epoch"]) == arguments.epochs and int(row["samples"]) == data.samples
-    return last and row["trainer"] == trial.trainer and row["trainer_command"] == command
+    there = last and row["trainer"] == trial.trainer and row["trainer_command"] == command
+    return there and (not alone or row["alone"] == "True")
 
 
 @dataclass(frozen=True)
@@ -311,17 +366,23 @@ class Curve:
 
 
 def best_runs(rows: list[dict[str, str]]) -> dict[str, Curve]:
-    """The best run by final recall of each trainer and loss, among the runs of the newest data and length."""
+    """By trainer and loss the run with the clock at the learning rate with the best final recall, among the runs of
+    the newest data and length. Where a rate was run twice, its first run decides."""
     newest = tuple(rows[-1][name] for name in ("batch", "epochs", "samples", "model"))
     runs: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         if tuple(row[name] for name in ("batch", "epochs", "samples", "model")) == newest:
-            runs.setdefault((row["trainer"], row["loss"], row["seed"], row["trainer_command"]), []).append(row)
-    found: dict[str, Curve] = {}
-    for curve in map(Curve, runs.values()):
-        if curve.name not in found or curve.recalls[-1] > found[curve.name].recalls[-1]:
-            found[curve.name] = curve
-    return found
+            key = tuple(row[name] for name in ("trainer", "loss", "seed", "trainer_command", "alone"))
+            runs.setdefault(key, []).append(row)
+    best: dict[str, tuple[float, str]] = {}  # final recall and command
+    seen, timed = set(), {}
+    for (*_, command, alone), curve in zip(runs, map(Curve, runs.values()), strict=True):
+        if alone == "True":
+            timed[curve.name, command] = curve
+        if (curve.name, command) not in seen:
+            seen.add((curve.name, command))
+            best[curve.name] = max(best.get(curve.name, (-1.0, "")), (curve.recalls[-1], command))
+    return {name: timed[name, command] for name, (_, command) in best.items() if (name, command) in timed}
 
 
 def write(output: Path) -> None:
@@ -330,7 +391,7 @@ def write(output: Path) -> None:
     best = best_runs(rows)
     base = best.get("open_clip infonce")
     if base is None:
-        sys.exit(f"{output} has no run of open_clip's trainer")
+        sys.exit(f"{output} has no run of open_clip's trainer with the clock at its best learning rate")
     target, first = base.recalls[-1], rows[-1]
     end = max(curve.seconds[-1] for curve in best.values())
     series = {name: list(zip(curve.seconds, curve.recalls, strict=True)) for name, curve in best.items()}
@@ -401,6 +462,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=math.inf, help="seconds; no run begins that would be over later"
     )
+    parser.add_argument("--only", choices=("alone", "search"), help="with the clock, or side by side; else both")
     parser.add_argument("--output", type=Path, default=table.RESULTS / "wall_clock.csv")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true", help="no run: the plot and the paragraph from the rows")
@@ -422,7 +484,8 @@ def main(given: list[str] | None = None) -> int:
     if not (arguments.train and arguments.val):
         parser.error("--train and --val are needed; see --help")
     failed = measure(arguments, arguments.output)
-    write(arguments.output)
+    if arguments.only != "search":
+        write(arguments.output)
     return failed
 
 

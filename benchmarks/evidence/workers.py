@@ -131,10 +131,10 @@ class Workers:
                 process, batch = self._process(), 0
 
     def _next(self, batch: int) -> list[tuple[Run, Future[None]]]:
-        """What may begin: of this batch size first, then in the order they were asked for."""
+        """What may begin: of this batch size first, the longest first, then in the order they were asked for."""
         room = AT_ONCE - sum(run.batch for run in self.running)
         fitting = [each for each in self.waiting if each[0].batch <= room or not self.running]
-        return sorted(fitting, key=lambda each: each[0].batch != batch)
+        return sorted(fitting, key=lambda each: (each[0].batch != batch, -each[0].epochs / each[0].batch))
 
     def _called(self, process: Callable[..., Done | str], run: Run) -> Done | str:
         try:

@@ -1,6 +1,8 @@
 """The tables of evidence about ranks, traffic and wall clock: each command runs, and its arithmetic is right."""
 
 import argparse
+import json
+import math
 from pathlib import Path
 
 import communication
@@ -102,13 +104,14 @@ def test_traffic_of_a_ring():
     assert rows["disco"]["25gbe_ms"] == pytest.approx(3 * rows["undivided"]["25gbe_ms"], rel=1e-3)
 
 
-def rows_of(trainer, lr, seconds, recalls):
+def rows_of(trainer, lr, seconds, recalls, alone=True):
     empty = dict.fromkeys(wall_clock.FIELDS, "")
     return [
         empty | {
             "trainer": trainer, "loss": "infonce", "lr": lr, "seed": 0, "model": "m", "batch": 512,
             "epochs": len(seconds), "samples": 1000, "workers": 2, "epoch": at + 1, "seconds": second,
             "startup_seconds": 5, "text_to_image_recall_at_10": recall, "device": "a GPU", "trainer_command": lr,
+            "alone": alone,
         }
         for at, (second, recall) in enumerate(zip(seconds, recalls, strict=True))
     ]  # fmt: skip
@@ -133,6 +136,55 @@ def test_wall_clock_compares_the_best_runs_at_the_first_epoch_that_suffices(tmp_
     assert output.with_suffix(".svg").read_text().startswith("<svg")
 
 
+def test_wall_clock_takes_the_rate_with_the_best_recall_and_its_time_alone(tmp_path):
+    output = tmp_path / "wall_clock.csv"
+    for row in [
+        *rows_of("open_clip", 1e-3, [40, 50], [0.1, 0.2]),
+        *rows_of("leanclip", 1e-3, [16, 20], [0.1, 0.2]),
+        *rows_of("open_clip", 2e-3, ["", ""], [0.1, 0.3], alone=False),  # better, and not timed yet
+        *rows_of("leanclip", 2e-3, ["", ""], [0.1, 0.1], alone=False),
+    ]:
+        table.append(output, wall_clock.FIELDS, row)
+    with pytest.raises(SystemExit, match="with the clock at its best learning rate"):
+        wall_clock.main(["--write", "--output", str(output)])
+    for row in rows_of("open_clip", 2e-3, [40, 50], [0.1, 0.25]):  # the first run has decided on the rate
+        table.append(output, wall_clock.FIELDS, row)
+    best = wall_clock.best_runs(table.rows(output))
+    assert {name: (curve.rows[0]["lr"], curve.recalls[-1]) for name, curve in best.items()} == {
+        "open_clip infonce": ("0.002", 0.25), "leanclip infonce": ("0.001", 0.2),
+    }  # fmt: skip
+
+
+def test_wall_clock_times_the_middle_rate_and_what_was_better(tmp_path, monkeypatch):
+    given = argparse.Namespace(
+        model=Path("small.json"), batch=8, epochs=1, wd=0.1, workers=1, seed=0, crop=0.9, compile=False,
+        leanclip_compile="auto", losses=["infonce"], lr=[1e-3, 2e-3, 4e-3], limit=math.inf, only=None, quick=True,
+    )  # fmt: skip
+    given.model = tmp_path / "small.json"
+    given.model.write_text(json.dumps(wall_clock.TINY))
+    data = wall_clock.Data([tmp_path / "train-000.tar"], tmp_path / "val.tar", 100)
+    ran = []
+
+    def run(trial, given, data, folder, *, alone):
+        ran.append((trial.trainer, trial.lr, alone))
+        command = wall_clock.shown(trial, given.model, wall_clock.flags(trial, given, data, Path("logs")), data)
+        recall = 0.5 if (trial.trainer, trial.lr) == ("open_clip", 4e-3) else 0.4 if trial.lr == 2e-3 else 0.3
+        row = {"trainer": trial.trainer, "loss": trial.loss, "lr": trial.lr, "samples": 100, "epoch": 1}
+        row |= {"seconds": 1.0, "startup_seconds": 1.0, "evaluation_seconds": 1.0, "trainer_command": command}
+        empty = dict.fromkeys(wall_clock.FIELDS, "")
+        return [empty | row | {"alone": alone, "text_to_image_recall_at_10": recall}]
+
+    monkeypatch.setattr(wall_clock, "run", run)
+    monkeypatch.setattr(wall_clock, "prepare", lambda *_: data)
+    assert wall_clock.measure(given, tmp_path / "rows.csv") == 0
+    assert ran[:2] == [("open_clip", 2e-3, True), ("leanclip", 2e-3, True)]
+    others = [(trainer, lr, False) for trainer in ("leanclip", "open_clip") for lr in (1e-3, 4e-3)]
+    assert sorted(ran[2:6]) == others
+    assert ran[6:] == [("open_clip", 4e-3, True)]
+    assert wall_clock.measure(given, tmp_path / "rows.csv") == 0
+    assert len(ran) == 7  # all of it was there
+
+
 def test_wall_clock_runs_both_trainers(tmp_path, capfd, monkeypatch):
     pytest.importorskip("webdataset")
     monkeypatch.chdir(tmp_path)
@@ -152,8 +204,9 @@ def test_wall_clock_knows_its_rows_by_all_that_was_given(tmp_path):
     data = wall_clock.Data([tmp_path / "train-000.tar"], tmp_path / "val.tar", 100)
     trial = wall_clock.Trial("leanclip", "infonce", 1e-3)
     command = wall_clock.shown(trial, given.model, wall_clock.flags(trial, given, data, tmp_path / "logs"), data)
-    row = {"trainer": "leanclip", "epoch": "2", "samples": "100", "trainer_command": command}
+    row = {"trainer": "leanclip", "epoch": "2", "samples": "100", "trainer_command": command, "alone": "False"}
     assert wall_clock.matches(row, trial, given, data)
+    assert not wall_clock.matches(row, trial, given, data, alone=True)
     assert not wall_clock.matches(row | {"epoch": "1"}, trial, given, data)
     assert not wall_clock.matches(row | {"samples": "99"}, trial, given, data)
     assert not wall_clock.matches(row, wall_clock.Trial("leanclip", "infonce", 2e-3), given, data)
