@@ -1,8 +1,11 @@
 """The sequence of global batches is the same however it is read."""
 
+import io
 import json
+import pickle
 import random
 import shutil
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ import torch
 from shard_files import picture, sound, tokenizer, write_shard
 
 from leanclip.cli import main
-from leanclip.data import BrokenCount, DataConfig, Shards, TrainingLoader, open_datasets, open_validation
+from leanclip.data import Batch, BrokenCount, DataConfig, Shards, TrainingLoader, open_datasets, open_validation
 from leanclip.data.decode import TrainingTransform
 from leanclip.data.order import Once, Weighted
 from leanclip.distributed import Ranks
@@ -257,3 +260,26 @@ def test_evaluation_leaves_broken_samples_out_and_says_so(data, tmp_path, capsys
         main(["evaluate", str(tmp_path / "run"), "--device", "cpu"])
     assert stop.value.code == 0
     assert "3 held-out samples could not be used" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lengths", [None, torch.tensor([2, 1, 3])])
+def test_a_batch_comes_whole_from_another_process_in_one_piece_of_shared_memory(lengths):
+    sent = Batch(
+        images=torch.arange(36, dtype=torch.uint8).view(3, 3, 2, 2), tokens=torch.tensor([[7, 8], [9, 0], [1, 2]]),
+        sample_ids=torch.tensor([5, 3, 2**40]), lengths=lengths, broken={"image": 1}, examples=("a.jpg",),
+    )  # fmt: skip
+    tensors = []
+
+    class Counting(ForkingPickler):
+        def reducer_override(self, value):
+            tensors.extend([value] if isinstance(value, torch.Tensor) else [])
+            return NotImplemented
+
+    Counting(io.BytesIO()).dump(sent)
+    assert len(tensors) == 1 and tensors[0] is sent.images
+    found = pickle.loads(bytes(ForkingPickler.dumps(sent)))
+    for name in ("images", "tokens", "sample_ids"):
+        assert torch.equal(getattr(found, name), getattr(sent, name))
+    assert found.lengths is None if lengths is None else torch.equal(found.lengths, lengths)
+    assert (found.broken, found.examples) == (sent.broken, sent.examples)
+    found.tokens[0] = 0  # a copy of its own, that may be written to

@@ -175,16 +175,14 @@ def decode_image(source: Source, index: int) -> Image.Image:
         return _rgb(open_image(content))
 
 
-def training_sample(
-    source: Source, index: int, transform: Transform, tokenizer: Callable[..., Tensor], *, seed: int
-) -> tuple[Tensor, Tensor]:
-    """The augmented image and the tokens of one caption: a pure function of the index and the seed."""
+def training_sample(source: Source, index: int, transform: Transform, *, seed: int) -> tuple[Tensor, str]:
+    """The augmented image and one caption: a pure function of the index and the seed."""
     draw = random.Random(seed)
     caption = source.caption(index, draw)
     content = source.image_bytes(index)
     with naming(source, index):
         image = transform(content, draw)
-    return image, tokenizer([caption])[0]
+    return image, caption
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ class _TrainingSteps(Dataset):
 
     def _batch(self, epoch: int, step: int) -> Batch:
         ids, copies = self.order.batch_ids(epoch, step)
-        images, tokens, taken = [], [], []
+        images, captions, taken = [], [], []
         broken: Counter[str] = Counter()
         examples: list[str] = []
         self.source.expect([index for index in ids[self.share].tolist() if index >= 0])
@@ -121,14 +121,14 @@ class _TrainingSteps(Dataset):
             for index, copy in self._candidates(epoch, step, slot, int(ids[slot]), int(copies[slot])):
                 seed = sample_seed(self.seed, epoch, index, copy)
                 try:
-                    image, text = training_sample(self.source, index, self.transform, self.tokenizer, seed=seed)
+                    image, caption = training_sample(self.source, index, self.transform, seed=seed)
                 except BrokenSample as error:
                     broken[error.kind] += 1
                     if len(examples) < EXAMPLES:
                         examples.append(str(error))
                     continue
                 images.append(image)
-                tokens.append(text)
+                captions.append(caption)
                 taken.append(index)
                 break
             else:
@@ -136,12 +136,12 @@ class _TrainingSteps(Dataset):
                     f"no sample is left to stand in for a broken one ({'; '.join(examples)}): "
                     "remove the broken samples, or give a smaller --batch-size"
                 )
-        texts = torch.stack(tokens) if tokens else torch.empty(0, dtype=torch.int64)
+        tokens = self.tokenizer(captions) if captions else torch.empty(0, dtype=torch.int64)
         return Batch(
             images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
-            tokens=texts,
+            tokens=tokens,
             sample_ids=torch.tensor(taken, dtype=torch.int64),
-            lengths=self.end_of_text(texts) if tokens and self.end_of_text is not None else None,
+            lengths=self.end_of_text(tokens) if captions and self.end_of_text is not None else None,
             broken=dict(broken),
             examples=tuple(examples),
         )
