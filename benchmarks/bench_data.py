@@ -6,8 +6,8 @@ index of a large data set against `cat`.
     python benchmarks/bench_data.py --skip-index
 
 Both loaders read the same shards of generated, photograph-like JPEGs in one process with one thread, take open_clip's
-default augmentation to 224 pixels and its tokenizer, and give batches of 64: whole epochs, in turn. Samples per CPU
-second do not suffer from what else the machine does; samples per second do.
+default augmentation and its tokenizer, and give batches of 64 at 224 pixels, the smallest images at 64: whole epochs,
+in turn. Samples per CPU second do not suffer from what else the machine does; samples per second do.
 
 The index is built of tars whose images are random bytes. `cold` means that the files were dropped from the page cache
 before.
@@ -39,6 +39,7 @@ from PIL import Image
 import leanclip
 from leanclip.data import Shards, TrainingLoader, index
 from leanclip.data.decode import Box, TrainingTransform, open_image, random_crop, resized_crop
+from leanclip.models.two_tower import create_tokenizer
 
 sys.modules.setdefault("pandas", ModuleType("pandas"))  # for its CSV files alone, open_clip_train imports it
 import open_clip_train.data  # noqa: E402
@@ -49,8 +50,20 @@ open_clip_train.data.tarfile_to_samples_nothrow = getattr(webdataset, "tarfile_t
 )
 
 RESULTS = Path(__file__).parent / "results" / "data.csv"
-SIZES = {"256 px": (341, 256), "500 px": (500, 375), "500 px, square": (500, 500), "1200 px": (1200, 900)}
-BATCH, TARGET = 64, 224
+SIZES = {
+    "64 px": (64, 64),
+    "256 px": (341, 256),
+    "500 px": (500, 375),
+    "500 px, square": (500, 500),
+    "1200 px": (1200, 900),
+}
+BATCH, MODEL = 64, "ViT-B-32"
+
+
+def target(name: str) -> tuple[int, int]:
+    """Pixels of the model that images of this size are for."""
+    side = min(224, *SIZES[name])
+    return side, side
 
 
 def photograph(width: int, height: int, seed: int) -> bytes:
@@ -104,22 +117,24 @@ def write_photographs(directory: Path, size: tuple[int, int], samples: int, diff
     return str(directory / "{00000..00003}.tar")
 
 
-def ours(pattern: str, tokenizer: Callable[..., torch.Tensor]) -> Iterable[Any]:
+def ours(pattern: str, size: tuple[int, int], tokenizer: Callable[..., torch.Tensor]) -> Iterable[Any]:
     source = Shards(pattern)
     loader = TrainingLoader(
-        source, range(len(source)), batch=BATCH, transform=TrainingTransform(size=(TARGET, TARGET)),
+        source, range(len(source)), batch=BATCH, transform=TrainingTransform(size=size),
         tokenizer=tokenizer, seed=0, workers=0, pin_memory=False,
     )  # fmt: skip
     for batch in loader.epoch(0):
         yield batch.images
 
 
-def open_clips(pattern: str, tokenizer: Callable[..., torch.Tensor], samples: int) -> Iterable[Any]:
+def open_clips(
+    pattern: str, size: tuple[int, int], tokenizer: Callable[..., torch.Tensor], samples: int
+) -> Iterable[Any]:
     arguments = SimpleNamespace(
         train_data=pattern, train_num_samples=samples, train_data_upsampling_factors=None, batch_size=BATCH,
         workers=0, world_size=1, seed=0,
     )  # fmt: skip
-    transform = open_clip.image_transform(TARGET, is_train=True)
+    transform = open_clip.image_transform(size, is_train=True)
     data = open_clip_train.data.get_wds_dataset(arguments, transform, is_train=True, floor=True, tokenizer=tokenizer)
     for images, _ in data.dataloader:
         yield images
@@ -133,34 +148,34 @@ def rates(batches: Iterable[Any]) -> tuple[float, float]:
     return samples / (time.perf_counter() - wall), samples / (time.process_time() - cpu)
 
 
-def difference(contents: Iterable[bytes]) -> tuple[float, float]:
+def difference(contents: Iterable[bytes], size: tuple[int, int]) -> tuple[float, float]:
     """Mean and largest mean absolute difference to open_clip's pixels given the same crop, in levels of 255."""
     found = []
     for seed, content in enumerate(contents):
         image = open_image(content)
         full = image.size
         box = random_crop(full, (0.9, 1.0), random.Random(seed))
-        mine = resized_crop(image, box, (TARGET, TARGET)).permute(1, 2, 0).numpy().astype(float)
+        mine = resized_crop(image, box, size).permute(1, 2, 0).numpy().astype(float)
         scale = round(full[0] / image.size[0])  # after a reduction the crop lies on the grid of the reduced image
         grid = Box(*(min(round(edge / scale) * scale, most) for edge, most in zip(box, full * 2, strict=True)))
         theirs = Image.open(io.BytesIO(content)).convert("RGB").crop(grid)
-        found.append(np.abs(mine - np.asarray(theirs.resize((TARGET, TARGET), Image.Resampling.BICUBIC))).mean())
+        found.append(np.abs(mine - np.asarray(theirs.resize(size, Image.Resampling.BICUBIC))).mean())
     return float(np.mean(found)), float(np.max(found))
 
 
 def bench_decoding(samples: int, different: int, repeats: int, sizes: Iterable[str]) -> list[dict[str, Any]]:
-    tokenizer = open_clip.get_tokenizer("ViT-B-32")
-    rows = []
+    rows, tokenizer, own_tokenizer = [], open_clip.get_tokenizer(MODEL), create_tokenizer(MODEL)
     print(f"{'images':<16}{'loader':<12}{'samples/s':>11}{'per CPU s':>11}{'ratio':>8}   difference to open_clip")
     for name in sizes:
+        size = target(name)
         with tempfile.TemporaryDirectory() as directory:
             pattern = write_photographs(Path(directory), SIZES[name], samples, different)
             measured: dict[str, list[tuple[float, float]]] = {"open_clip": [], "leanclip": []}
             for _ in range(repeats):
-                measured["open_clip"].append(rates(open_clips(pattern, tokenizer, samples)))
-                measured["leanclip"].append(rates(ours(pattern, tokenizer)))
+                measured["open_clip"].append(rates(open_clips(pattern, size, tokenizer, samples)))
+                measured["leanclip"].append(rates(ours(pattern, size, own_tokenizer)))
             source = Shards(pattern)
-            mean, most = difference(source.image_bytes(i) for i in range(min(different, 64)))
+            mean, most = difference((source.image_bytes(i) for i in range(min(different, 64))), size)
         base = statistics.median(cpu for _, cpu in measured["open_clip"])
         for loader, both in measured.items():
             wall, cpu = (statistics.median(column) for column in zip(*both, strict=True))
@@ -276,11 +291,15 @@ def main() -> None:
         "hardware": f"{platform.machine()} cpu, {os.cpu_count()} cores",
         "date": time.strftime("%Y-%m-%d"),
     }
-    names = list(dict.fromkeys(key for row in rows for key in row))
+    rows = [row | facts for row in rows]
+    measured = {row["what"] for row in rows}
+    with RESULTS.open(newline="") as file:  # what was not measured now stays
+        rows += [row for row in csv.DictReader(file) if row["what"] not in measured]
+    names = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in facts]
     with RESULTS.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*names, *facts])
         writer.writeheader()
-        writer.writerows(row | facts for row in rows)
+        writer.writerows(rows)
     print(f"written: {RESULTS}")
 
 
