@@ -28,6 +28,10 @@ SECTIONS = {
     "communication": ("Communication", "communication.py", "communication.csv"),
     "wall_clock": ("Wall clock to a target", "wall_clock.py", "wall_clock.csv"),
 }
+PLOTS = {  # of the README: the first that there is
+    "wall_clock.svg": "recall over seconds, open_clip and leanclip",
+    "quality_128_samples.svg": "recall over samples seen, by loss, batch 128",
+}
 MARKS = ("<!-- measured: by benchmarks/evidence/assemble.py -->", "<!-- measured: end -->")
 NOT_RUN = (
     "Not run: ImageNet, CC3M and the other sets of the papers, models of their size to the end, more than one GPU at"
@@ -63,9 +67,10 @@ def headline(results: Path = table.RESULTS, steps: Path = ROOT / "benchmarks/res
         *_memory(table.rows(results / "loss_over_ranks.csv")),
         "",
     ]
-    plot = results / "wall_clock.svg"
-    if plot.is_file():
-        lines += [f"![recall over seconds, open_clip and leanclip]({plot.relative_to(ROOT)})", ""]
+    for plot, title in PLOTS.items():
+        if (results / plot).is_file():
+            lines += [f"![{title}]({(results / plot).relative_to(ROOT)})", ""]
+            break
     missing = [title.lower() for name, (title, *_) in SECTIONS.items() if not (results / f"{name}.md").is_file()]
     later = f"Not measured yet: {'; '.join(missing)}. " if missing else ""
     return "\n".join([*lines, later + NOT_RUN])
@@ -95,10 +100,10 @@ def _quality(rows: list[dict[str, str]]) -> list[str]:
 
 
 def _seconds(rows: list[dict[str, str]]) -> list[str]:
-    if not rows:
+    best = wall_clock.best_runs(rows) if rows else {}
+    base = best.pop("open_clip infonce", None)
+    if base is None:
         return []
-    best = wall_clock.best_runs(rows)
-    base = best.pop("open_clip infonce")
     target = base.recalls[-1]
     told = []
     for name, curve in best.items():  # each loss with as many trials as open_clip

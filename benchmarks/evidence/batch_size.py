@@ -11,7 +11,7 @@ its square root. The best on val is trained with three of the seeds of quality.p
 import chart
 import quality
 import stats
-from experiment import FEWER, Experiment, experiment
+from experiment import FEWER, Experiment, experiment, not_complete
 from runs import Rows, Run
 
 BATCHES = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -52,6 +52,7 @@ def report(asked: Experiment) -> None:
     }
     chosen, found = asked.search(spaces, FEWER)
     text = paragraph(chosen, found)
+    text += not_complete(f"{loss} at {batch:,}" for loss, batch in spaces if (loss, batch) not in chosen)
     print(text)
     (asked.results / "batch_size.md").write_text(f"{text}\n![recall by batch size](batch_size.svg)\n")
     series = {

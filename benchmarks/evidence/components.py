@@ -14,7 +14,7 @@ from dataclasses import replace
 import chart
 import quality
 import stats
-from experiment import FEWER, Experiment, experiment
+from experiment import FEWER, Experiment, experiment, not_complete
 from runs import Rows, Run
 
 GAMMAS = (0.2, 0.6)
@@ -119,6 +119,7 @@ def report(asked: Experiment) -> None:
         wanted = {name: runs[:1] for name, runs in wanted.items() if name[1] in QUICK}
     chosen, found = asked.search(wanted, FEWER)
     text = paragraph(chosen, found)
+    text += not_complete(name for kind, name in wanted if (kind, name) not in chosen)
     print(text)
     plot = "\n![recall by optimizer](components.svg)\n" if draw(asked, chosen) else ""
     (asked.results / "components.md").write_text(text + plot)

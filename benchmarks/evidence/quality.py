@@ -22,7 +22,7 @@ from typing import Any
 import chart
 import stats
 import table
-from experiment import Experiment, experiment
+from experiment import Experiment, experiment, not_complete
 from runs import Rows, Run
 from workers import side_by_side
 
@@ -178,13 +178,10 @@ def paragraph(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", note, ""])
 
 
-def unfinished(chosen: Spaces) -> str:
+def unfinished(chosen: Spaces) -> list[str]:
     """Which losses do not have all their seeds."""
-    found = []
-    for batch, losses in {BATCH: tuple(CHOICES), **LARGER}.items():
-        if names := [loss for loss in losses if (loss, batch) not in chosen]:
-            found.append(f"{', '.join(names)} at batch {batch:,}")
-    return "; ".join(found)
+    wanted = [(loss, batch) for batch, losses in {BATCH: tuple(CHOICES), **LARGER}.items() for loss in losses]
+    return [f"{loss} at {batch:,}" for loss, batch in wanted if (loss, batch) not in chosen]
 
 
 def mean_curve(asked: Experiment, runs: list[Run]) -> list[tuple[float, float]]:
@@ -237,8 +234,7 @@ def report(asked: Experiment) -> None:
     for row in rows:
         table.append(asked.results / "quality.csv", SUMMARY, row)
     text = paragraph(rows)
-    if not asked.quick and (missing := unfinished(chosen)):
-        text += f"\nNot complete yet, and so not in the table: {missing}.\n"
+    text += "" if asked.quick else not_complete(unfinished(chosen))
     print(text)
     plots = "\n".join(f"![{path.stem.replace('_', ' ')}]({path.name})" for path in draw(asked, chosen))
     (asked.results / "quality.md").write_text(f"{text}\n{plots}\n")

@@ -161,8 +161,11 @@ def test_a_change_is_compared_with_the_same_change(tmp_path):
 
 def test_what_is_not_complete_is_named():
     whole = [(loss, 128) for loss in quality.CHOICES] + [(loss, 512) for loss in quality.CHOICES]
-    assert quality.unfinished({key: [] for key in [*whole, ("infonce", 2048)]}) == ""
-    assert quality.unfinished({key: [] for key in whole[1:]}) == "infonce at batch 128; infonce at batch 2,048"
+    assert quality.unfinished({key: [] for key in [*whole, ("infonce", 2048)]}) == []
+    missing = quality.unfinished({key: [] for key in whole[1:]})
+    assert missing == ["infonce at 128", "infonce at 2,048"]
+    assert "not in the table: infonce at 128, infonce at 2,048." in experiment.not_complete(missing)
+    assert experiment.not_complete([]) == ""
 
 
 def test_the_truth_about_an_estimate_is_the_mean_over_all_others():
@@ -453,6 +456,11 @@ def test_the_headline_takes_its_figures_from_the_rows(tmp_path):
     assert "5 seeds, paired p = 0.031" in text
     assert "| infonce 20 s | 100 s, compiled |" in text
     assert "memory of the loss" not in text and "Not run: " in text
+    (tmp_path / "wall_clock.csv").unlink()
+    table.append(tmp_path / "wall_clock.csv", wall_clock.FIELDS, empty | {"trainer": "leanclip", "alone": False} | {
+        "loss": "infonce", "text_to_image_recall_at_10": 0.1,
+    })  # fmt: skip
+    assert "seconds from the start" not in assemble.headline(tmp_path)  # no baseline, no comparison
     assert "Not measured yet: quality at equal budget; why" in text
 
 
