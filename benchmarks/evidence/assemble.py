@@ -108,7 +108,9 @@ def _seconds(rows: list[dict[str, str]]) -> list[str]:
     told = []
     for name, curve in best.items():  # each loss with as many trials as open_clip
         at = curve.reaches(target)
-        told.append(f"{name.split()[1]} {'does not reach it' if at is None else f'{curve.seconds[at]:.0f} s'}")
+        told.append(
+            f"{name.removeprefix('leanclip ')} {'does not reach it' if at is None else f'{curve.seconds[at]:.0f} s'}"
+        )
     at = base.reaches(target)
     assert at is not None
     first = rows[-1]

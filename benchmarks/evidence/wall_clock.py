@@ -11,7 +11,7 @@ command, `open_clip_train.main`, with --torchcompile, and evaluates after every 
 which decides by itself whether to compile. Every run starts with empty caches of compiled models and kernels; one
 with the clock also without an index of its shards. The bytecode of the packages is there, as an installation leaves
 it. An epoch of open_clip's is rounded up to as many whole batches for each worker, one of leanclip's down to whole
-batches.
+batches. "Averaged" is leanclip with --ema, whose average of the weights is evaluated; open_clip's trainer has none.
 
 The clock starts with the process. Time inside evaluations is left out on both sides, but for what leanclip's first
 one, before the first step, takes longer than the others: that is start-up. Two parts are also shown apart: `startup`,
@@ -56,6 +56,7 @@ FIELDS = (
     "startup_seconds", "evaluation_seconds", "text_to_image_recall_at_10", "image_to_text_recall_at_10",
     "trainer_command", *table.PROVENANCE,
 )  # fmt: skip
+AVERAGED, DECAY = ", averaged", 0.998  # over about the last 500 steps
 TINY = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
@@ -66,7 +67,7 @@ TINY = {
 @dataclass(frozen=True)
 class Trial:
     trainer: str  # "open_clip" or "leanclip"
-    loss: str
+    loss: str  # of leanclip's with AVERAGED behind it: the average of its weights is evaluated
     lr: float
 
     def __str__(self) -> str:
@@ -136,7 +137,8 @@ def flags(trial: Trial, arguments: argparse.Namespace, data: Data, logs: Path) -
         switches = ["--torchcompile"] if arguments.compile else []
         switches += ["--aug-cfg", f"scale=({arguments.crop},1.0)"]
     else:
-        own = {"loss": trial.loss, "eps-opt": 1e-6, "save-every": 0, "report-to": "none"}
+        own = {"loss": trial.loss.removesuffix(AVERAGED), "eps-opt": 1e-6, "save-every": 0, "report-to": "none"}
+        own |= {"ema": DECAY} if trial.loss.endswith(AVERAGED) else {}
         own["compile"] = arguments.leanclip_compile if arguments.compile else "off"
         switches = ["--aug-scale", str(arguments.crop), "1.0"]
     named = [word for name, value in (common | own).items() for word in (f"--{name}", str(value))]
@@ -408,7 +410,8 @@ def write(output: Path) -> None:
         f"{int(first['samples']):,} samples an epoch, {first['epochs']} epochs, batch {first['batch']}, model"
         f" {first['model']}, {first['workers']} workers, one {first['device']}, one seed. Target: open_clip's final"
         f" text-to-image recall@10, {target:.1%}. Seconds from the start of the command; evaluations are left out on"
-        " both sides.",
+        " both sides. Each line has as many rates to choose from. Averaged: the running average of the weights counts"
+        " (`--ema`), which open_clip's trainer does not have.",
         "",
         "| | rates tried | best | final recall | reached after | seconds | of open_clip's | startup | compilation"
         " | an epoch | seconds without startup and compilation | of open_clip's |",
@@ -451,7 +454,9 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--lr", type=float, nargs="+", default=[2.5e-4, 5e-4, 1e-3], help="each is tried by everyone")
-    parser.add_argument("--losses", nargs="+", default=["infonce", "fastclip-v3"], help="of leanclip")
+    parser.add_argument(
+        "--losses", nargs="+", default=["infonce", "fastclip-v3", "fastclip-v3" + AVERAGED], help="of leanclip"
+    )
     parser.add_argument("--wd", type=float, default=0.1)
     parser.add_argument("--crop", type=float, default=0.5, help="smallest share of an image that a random crop keeps")
     parser.add_argument("--workers", type=int, default=16)

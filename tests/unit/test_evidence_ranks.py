@@ -210,5 +210,9 @@ def test_wall_clock_knows_its_rows_by_all_that_was_given(tmp_path):
     assert not wall_clock.matches(row | {"epoch": "1"}, trial, given, data)
     assert not wall_clock.matches(row | {"samples": "99"}, trial, given, data)
     assert not wall_clock.matches(row, wall_clock.Trial("leanclip", "infonce", 2e-3), given, data)
+    averaged = wall_clock.Trial("leanclip", "infonce" + wall_clock.AVERAGED, 1e-3)
+    assert not wall_clock.matches(row, averaged, given, data)
+    flags = wall_clock.flags(averaged, given, data, tmp_path)
+    assert flags[flags.index("--loss") + 1] == "infonce" and "--ema" in flags
     given.crop = 0.5
     assert not wall_clock.matches(row, trial, given, data)
