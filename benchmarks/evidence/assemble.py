@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import quality
+import race_report
 import table
-import wall_clock
 
 ROOT = Path(__file__).parents[2]
 INTRODUCTION = """# What was measured
@@ -100,13 +100,13 @@ def _quality(rows: list[dict[str, str]]) -> list[str]:
 
 
 def _seconds(rows: list[dict[str, str]]) -> list[str]:
-    best = wall_clock.best_runs(rows) if rows else {}
-    base = best.pop("open_clip infonce", None)
+    best, _ = race_report.compared(rows)
+    base = best.pop(race_report.BASE, None)
     if base is None:
         return []
-    target = base.recalls[-1]
+    target = base.final
     told = []
-    for name, curve in best.items():  # each loss with as many trials as open_clip
+    for name, curve in best.items():
         at = curve.reaches(target)
         told.append(
             f"{name.removeprefix('leanclip ')} {'does not reach it' if at is None else f'{curve.seconds[at]:.0f} s'}"

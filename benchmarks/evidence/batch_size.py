@@ -11,11 +11,16 @@ its square root. The best on val is trained with three of the seeds of quality.p
 import chart
 import quality
 import stats
-from experiment import FEWER, Experiment, experiment, not_complete
+from experiment import FEWER, Experiment, experiment
 from runs import Rows, Run
+from table import not_complete
 
 BATCHES = (64, 128, 256, 512, 1024, 2048, 4096)
 LOSSES = ("infonce", "fastclip-v3")
+
+
+def edge(run: Run) -> str:
+    return " (edge)" if quality.at_the_edge(run) else ""
 
 
 def paragraph(chosen: dict[tuple[str, int], list[Run]], found: Rows) -> str:
@@ -28,7 +33,7 @@ def paragraph(chosen: dict[tuple[str, int], list[Run]], found: Rows) -> str:
         for loss in LOSSES:
             runs = chosen.get((loss, batch))
             recalls.append(None if runs is None else quality.values(runs, found, "test_t2i10"))
-            cells += ["", ""] if runs is None else [stats.shown(recalls[-1] or []), f"{runs[0].lr:g}"]
+            cells += ["", ""] if runs is None else [stats.shown(recalls[-1] or []), f"{runs[0].lr:g}{edge(runs[0])}"]
         theirs, ours = recalls
         if ours and theirs:
             gap = stats.paired(ours, theirs)
@@ -36,7 +41,11 @@ def paragraph(chosen: dict[tuple[str, int], list[Run]], found: Rows) -> str:
         else:
             cells += ["", ""]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "Three seeds; p is of Student's paired test, one by one, not corrected for their number."]
+    lines += [
+        "",
+        "Three seeds; p is of Student's paired test, one by one, not corrected for their number. (edge): the best"
+        " of the three learning rates was the lowest or the highest.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -15,6 +15,7 @@ import quality
 import stats
 from experiment import FEWER, Experiment, experiment
 from runs import EPOCHS, Rows, Run, with_seeds
+from table import not_complete
 from workers import side_by_side
 
 BASE, OURS = "infonce", "fastclip-v3"
@@ -42,7 +43,7 @@ def paragraph(chosen: dict[tuple[str, str], list[Run]], found: Rows) -> str:
         for runs in (base, ours):
             values = ("test_t2i10", "seen_t2i10")
             cells += ["", ""] if runs is None else [stats.shown(quality.values(runs, found, name)) for name in values]
-        against = base or chosen.get((first, BASE))
+        against = chosen.get((first, BASE)) if change == FASTER else base
         if ours and against:
             gap = stats.paired(*(quality.values(runs, found, "test_t2i10") for runs in (ours, against)))
             cells += [f"{100 * gap.mean:+.2f} ± {100 * gap.deviation:.2f}", f"{gap.p:.4f}"]
@@ -68,6 +69,7 @@ def report(asked: Experiment) -> None:
     if not chosen:
         raise SystemExit("nothing is complete yet: run the command again to go on")
     text = paragraph(chosen, {run: row for found in rows for run, row in found.items()})
+    text += not_complete(f"{change} ({loss})" for change, loss in wanted if (change, loss) not in chosen)
     print(text)
     (asked.results / "changes.md").write_text(text)
 

@@ -14,8 +14,9 @@ from dataclasses import replace
 import chart
 import quality
 import stats
-from experiment import FEWER, Experiment, experiment, not_complete
+from experiment import FEWER, Experiment, experiment
 from runs import Rows, Run
+from table import not_complete
 
 GAMMAS = (0.2, 0.6)
 # Learning rates and weight decay. Lion's authors advise a third to a tenth of AdamW's rate and as much more decay.

@@ -5,7 +5,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,12 +67,6 @@ class Experiment:
         rows = [row for row in table.rows(self.results / "curves.csv") if row["run"] == run.key(self.recipe)]
         points = {row["samples"]: {name: float(row[name]) for name in CURVE[1:]} for row in rows}
         return list(points.values())
-
-
-def not_complete(names: Iterable[str]) -> str:
-    """A line for the table that these are not in; nothing where there are none."""
-    named = ", ".join(names)
-    return f"\nNot complete yet, and so not in the table: {named}.\n" if named else ""
 
 
 def experiment(description: str | None) -> Experiment:

@@ -22,8 +22,9 @@ from typing import Any
 import chart
 import stats
 import table
-from experiment import Experiment, experiment, not_complete
+from experiment import Experiment, experiment
 from runs import Rows, Run
+from table import not_complete
 from workers import side_by_side
 
 RATES = (2.5e-4, 5e-4, 1e-3)  # at batch 128; they grow with the square root of the batch
@@ -103,6 +104,7 @@ def values(runs: list[Run], found: Rows, metric: str) -> list[float]:
 
 
 PRIMARY = ("fastclip-v3", BATCH)  # the comparison that was named before any run; the others share their chances
+COMPARISONS = 2 * (len(CHOICES) - 1) - 1  # the others: of each loss with infonce, at 128 and 512
 
 
 def summary(chosen: Spaces, found: Rows, recipe: str) -> list[dict[str, Any]]:
@@ -114,7 +116,7 @@ def summary(chosen: Spaces, found: Rows, recipe: str) -> list[dict[str, Any]]:
         for (loss, batch), runs in chosen.items()
         if loss != "infonce" and ("infonce", batch) in chosen
     }
-    corrected = stats.holm({name: gap.p for name, gap in gaps.items() if name != PRIMARY})
+    corrected = stats.holm({name: gap.p for name, gap in gaps.items() if name != PRIMARY}, COMPARISONS)
     rows = []
     for (loss, batch), runs in sorted(chosen.items(), key=lambda entry: entry[0][1]):
         gap, tau = gaps.get((loss, batch)), statistics.fmean(values(runs, found, "tau"))
@@ -172,8 +174,9 @@ def paragraph(rows: list[dict[str, Any]]) -> str:
         f"Recall@10 on Flickr8k's test set and zero-shot accuracy, in percent: mean and standard deviation over"
         f" {rows[0]['seeds']} seeds. Seen: text-to-image on as many photographs that were trained on. Differences"
         f" are paired by seed and p is of Student's two-sided test: that of {loss} at batch {batch} was named before"
-        " the runs, the others' are Holm's. Seeds do not cover the chance that lies in the choice of the test"
-        " photographs. (edge): the best of the three learning rates was the lowest or the highest."
+        f" the runs, the others' are Holm's, of {COMPARISONS} comparisons. Seeds do not cover the chance that lies in"
+        " the choice of the test photographs. (edge): the best of the three learning rates was the lowest or the"
+        " highest."
     )
     return "\n".join([*lines, "", note, ""])
 

@@ -35,12 +35,14 @@ def tail(t: float, freedom: int) -> float:
     return 2 * scale * step / 3 * sum(w * math.cos(low + i * step) ** (freedom - 1) for i, w in enumerate(weights))
 
 
-def holm(chances: Mapping[Name, float]) -> dict[Name, float]:
-    """The p of several comparisons, each raised for the number of those that are not clearer (Holm 1979)."""
+def holm(chances: Mapping[Name, float], family: int | None = None) -> dict[Name, float]:
+    """The p of several comparisons, each raised for the number of those that are not clearer (Holm 1979).
+
+    `family` counts those too that are planned and not made yet, as if they came out less clear."""
     found: dict[Name, float] = {}
     least = 0.0
     for number, name in enumerate(sorted(chances, key=lambda name: chances[name])):
-        least = max(least, min(1.0, (len(chances) - number) * chances[name]))
+        least = max(least, min(1.0, ((family or len(chances)) - number) * chances[name]))
         found[name] = least
     return found
 

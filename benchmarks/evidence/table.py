@@ -7,7 +7,7 @@ import hashlib
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +67,9 @@ def _shown(script: str) -> str:
     """The script as called from the repository's root, wherever that is."""
     path, root = Path(script).resolve(), Path(__file__).resolve().parents[2]
     return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+
+
+def not_complete(names: Iterable[str]) -> str:
+    """A line for the table that these are not in; nothing where there are none."""
+    named = ", ".join(names)
+    return f"\nNot complete yet, and so not in the table: {named}.\n" if named else ""

@@ -6,7 +6,8 @@
 
 Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, warm-up, crops and
 precision, the same learning rates tried by both. The middle rate of each is run alone on the machine, with the clock;
-the others side by side, for their recall only; and then alone, too, those that were better. open_clip runs its own
+the others side by side, for their recall only; and then alone, too, those that were better. A run with the clock that
+ended a point or more below another of the same command is run again. open_clip runs its own
 command, `open_clip_train.main`, with --torchcompile, and evaluates after every epoch, as `leanclip train` does here,
 which decides by itself whether to compile. Every run starts with empty caches of compiled models and kernels; one
 with the clock also without an index of its shards. The bytecode of the packages is there, as an installation leaves
@@ -16,16 +17,13 @@ batches. "Averaged" is leanclip with --ema, whose average of the weights is eval
 The clock starts with the process. Time inside evaluations is left out on both sides, but for what leanclip's first
 one, before the first step, takes longer than the others: that is start-up. Two parts are also shown apart: `startup`,
 until the first training step begins (imports, model, data; leanclip also asks what fits), and `compile`, what the
-first epoch took longer than the median of the others. The rate of each is the one with the best final recall; the
-target is the final recall of open_clip's run with it; the time of each is that of its first epoch at or above the
-target, so a baseline that was good early is not charged for the rest. A run whose last epoch is in the CSV file is
-not run again.
+first epoch took longer than the median of the others. race_report.py says what is compared. A run whose last epoch is
+in the CSV file is not run again.
 """
 
 import argparse
 import glob
 import io
-import itertools
 import json
 import math
 import os
@@ -36,15 +34,17 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import chart
 import photos
+import race_report
 import table
 import torch
 from PIL import Image
@@ -52,10 +52,12 @@ from PIL import Image
 HERE = Path(__file__).parent
 EMOJI = HERE.parents[1] / "src/leanclip/data/emoji"
 FIELDS = (
-    "trainer", "loss", "lr", "seed", "model", "batch", "epochs", "samples", "workers", "alone", "epoch", "seconds",
+    "trainer", "loss", "lr", "seed", "model", "batch", "epochs", "samples", "workers", "run", "alone", "epoch",
+    "seconds",
     "startup_seconds", "evaluation_seconds", "text_to_image_recall_at_10", "image_to_text_recall_at_10",
     "trainer_command", *table.PROVENANCE,
 )  # fmt: skip
+TOGETHER = 4  # runs side by side, each with as many loading processes as one alone
 AVERAGED, DECAY = ", averaged", 0.998  # over about the last 500 steps
 TINY = {
     "embed_dim": 32,
@@ -168,7 +170,7 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path, *
     if alone:
         print("  " + last_word(work / "output"), flush=True)
     shutil.rmtree(work)
-    found, evaluating, startup = [], 0.0, 0.0
+    found, evaluating, startup, name = [], 0.0, 0.0, uuid.uuid4().hex[:8]
     looks = list(zip(events[::2], events[1::2], strict=True))
     usual = statistics.median(end["at"] - begin["at"] for begin, end in looks if end["epoch"])
     for begin, end in looks:
@@ -182,7 +184,8 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path, *
             {
                 "trainer": trial.trainer, "loss": trial.loss, "lr": trial.lr, "seed": arguments.seed,
                 "model": arguments.model.stem, "batch": arguments.batch, "epochs": arguments.epochs,
-                "samples": data.samples, "workers": arguments.workers, "alone": alone, "epoch": round(end["epoch"]),
+                "samples": data.samples, "workers": arguments.workers, "run": name, "alone": alone,
+                "epoch": round(end["epoch"]),
                 "seconds": round(seconds, 3) if alone else "",
                 "startup_seconds": round(startup, 3) if alone else "",
                 "evaluation_seconds": round(evaluating, 3) if alone else "",
@@ -247,16 +250,27 @@ class Race:
     def __post_init__(self) -> None:
         self.began = time.monotonic()
         self.longest: dict[str, float] = {}  # seconds, of each trainer
+        self.writing = threading.Lock()
+
+    def curves(self, *wanted: Trial) -> list[race_report.Curve]:
+        """The whole runs of these trials that there are."""
+        given = {self.command(trial) for trial in wanted}
+        rows = [row for row in table.rows(self.output) if row["trainer_command"] in given]
+        found = race_report.curves([row for row in rows if int(row["samples"]) == self.data.samples])
+        return [curve for curve in found if int(curve.rows[-1]["epoch"]) == self.arguments.epochs]
+
+    def command(self, trial: Trial) -> str:
+        return shown(trial, self.arguments.model, flags(trial, self.arguments, self.data, Path("logs")), self.data)
 
     def alone(self, trial: Trial) -> None:
-        """With the clock, unless it is there or would take too long."""
-        if any(matches(row, trial, self.arguments, self.data, alone=True) for row in table.rows(self.output)):
+        """With the clock, unless such a run is there that ended about as well as others of it."""
+        known = self.curves(trial)
+        if any(curve.alone and curve.sound(known) for curve in known):
             print(f"{trial}: already there", flush=True)
             return
-        start = time.monotonic()
-        if start + self.longest.get(trial.trainer, 0.0) - self.began > self.arguments.limit:
-            print(f"{trial}: not begun, it would not be over within {self.arguments.limit:g} s", flush=True)
+        if self.late(trial):
             return
+        start = time.monotonic()
         last = self.run(trial, alone=True)
         self.longest[trial.trainer] = max(time.monotonic() - start, self.longest.get(trial.trainer, 0.0))
         if last is not None:
@@ -267,14 +281,22 @@ class Race:
                 flush=True,
             )
 
+    def late(self, trial: Trial) -> bool:
+        over = time.monotonic() + self.longest.get(trial.trainer, 0.0) - self.began > self.arguments.limit
+        if over:
+            print(f"{trial}: not begun, it would not be over within {self.arguments.limit:g} s", flush=True)
+        return over
+
     def together(self, wanted: list[Trial]) -> None:
         """For their recall."""
-        rows = table.rows(self.output)
-        missing = [each for each in wanted if not any(matches(row, each, self.arguments, self.data) for row in rows)]
-        with ThreadPoolExecutor(max(1, len(missing))) as threads:
-            for trial, last in zip(missing, threads.map(self.run, missing), strict=True):
-                if last is not None:
-                    print(f"{trial}: {last['text_to_image_recall_at_10']:.1%} text-to-image recall@10", flush=True)
+        with ThreadPoolExecutor(TOGETHER) as threads:
+            for future in [threads.submit(self.beside, trial) for trial in wanted if not self.curves(trial)]:
+                future.result()
+
+    def beside(self, trial: Trial) -> None:
+        last = None if self.late(trial) else self.run(trial)
+        if last is not None:
+            print(f"{trial}: {last['text_to_image_recall_at_10']:.1%} text-to-image recall@10", flush=True)
 
     def run(self, trial: Trial, *, alone: bool = False) -> Row | None:
         """Its last row, with all of them written down."""
@@ -284,19 +306,15 @@ class Race:
             print(error, file=sys.stderr, flush=True)
             self.failed += 1
             return None
-        for row in found:
-            table.append(self.output, FIELDS, row)
+        with self.writing:
+            for row in found:
+                table.append(self.output, FIELDS, row)
         return found[-1]
 
     def better(self, wanted: list[Trial]) -> list[Trial]:
-        """By trainer and loss the trial with the best final recall, by the first run of each."""
-        found: dict[tuple[str, str], tuple[float, Trial]] = {}
-        for trial in wanted:
-            rows = [row for row in table.rows(self.output) if matches(row, trial, self.arguments, self.data)]
-            recall = float(rows[0]["text_to_image_recall_at_10"]) if rows else -1.0
-            if recall > found.get((trial.trainer, trial.loss), (-1.0,))[0]:
-                found[trial.trainer, trial.loss] = recall, trial
-        return [trial for _, trial in found.values()]
+        """By trainer and loss the one with the best final recall."""
+        best = {(line.best.name, line.best.lr) for line in race_report.lines(self.curves(*wanted)).values()}
+        return [trial for trial in wanted if (f"{trial.trainer} {trial.loss}", trial.lr) in best]
 
 
 def measure(arguments: argparse.Namespace, output: Path) -> int:
@@ -316,134 +334,6 @@ def measure(arguments: argparse.Namespace, output: Path) -> int:
             for trial in race.better([*middle, *others]):
                 race.alone(trial)
     return race.failed
-
-
-def matches(row: Row, trial: Trial, arguments: argparse.Namespace, data: Data, alone: bool = False) -> bool:
-    """Whether a row is the last one of this trial: of the same command, on as much data, alone if that is asked."""
-    command = shown(trial, arguments.model, flags(trial, arguments, data, Path("logs")), data)
-    last = int(row["epoch"]) == arguments.epochs and int(row["samples"]) == data.samples
-    there = last and row["trainer"] == trial.trainer and row["trainer_command"] == command
-    return there and (not alone or row["alone"] == "True")
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One run as its rows tell it."""
-
-    rows: list[dict[str, str]]
-
-    @property
-    def name(self) -> str:
-        return f"{self.rows[0]['trainer']} {self.rows[0]['loss']}"
-
-    @property
-    def recalls(self) -> list[float]:
-        return [float(row["text_to_image_recall_at_10"]) for row in self.rows]
-
-    @property
-    def seconds(self) -> list[float]:
-        return [float(row["seconds"]) for row in self.rows]
-
-    @property
-    def startup(self) -> float:
-        return float(self.rows[0]["startup_seconds"])
-
-    @property
-    def epoch_seconds(self) -> float:
-        times = self.seconds
-        rest = [after - before for before, after in itertools.pairwise(times)]
-        return statistics.median(rest) if rest else times[0] - self.startup
-
-    @property
-    def compile(self) -> float:
-        return max(0.0, self.seconds[0] - self.startup - self.epoch_seconds)
-
-    def steady(self, at: int) -> float:
-        """Seconds until the end of an epoch, without startup and compilation."""
-        return self.seconds[at] - self.startup - self.compile
-
-    def reaches(self, target: float) -> int | None:
-        """The first epoch, counted from 0, at or above the target."""
-        return next((at for at, recall in enumerate(self.recalls) if recall >= target), None)
-
-
-def best_runs(rows: list[dict[str, str]]) -> dict[str, Curve]:
-    """By trainer and loss the run with the clock at the learning rate with the best final recall, among the runs of
-    the newest data and length. Where a rate was run twice, its first run decides."""
-    newest = tuple(rows[-1][name] for name in ("batch", "epochs", "samples", "model"))
-    runs: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in rows:
-        if tuple(row[name] for name in ("batch", "epochs", "samples", "model")) == newest:
-            key = tuple(row[name] for name in ("trainer", "loss", "seed", "trainer_command", "alone"))
-            runs.setdefault(key, []).append(row)
-    best: dict[str, tuple[float, str]] = {}  # final recall and command
-    seen, timed = set(), {}
-    for (*_, command, alone), curve in zip(runs, map(Curve, runs.values()), strict=True):
-        if alone == "True":
-            timed[curve.name, command] = curve
-        if (curve.name, command) not in seen:
-            seen.add((curve.name, command))
-            best[curve.name] = max(best.get(curve.name, (-1.0, "")), (curve.recalls[-1], command))
-    return {name: timed[name, command] for name, (_, command) in best.items() if (name, command) in timed}
-
-
-def write(output: Path) -> None:
-    """The plot and the paragraph beside the rows."""
-    rows = table.rows(output)
-    best = best_runs(rows)
-    base = best.get("open_clip infonce")
-    if base is None:
-        sys.exit(f"{output} has no run of open_clip's trainer with the clock at its best learning rate")
-    target, first = base.recalls[-1], rows[-1]
-    end = max(curve.seconds[-1] for curve in best.values())
-    series = {name: list(zip(curve.seconds, curve.recalls, strict=True)) for name, curve in best.items()}
-    chart.draw(
-        output.with_suffix(".svg"),
-        series | {"open_clip's final recall": [(0.0, target), (end, target)]},
-        title=f"Held-out text-to-image recall@10 over seconds from the start ({first['device']})",
-        x_label="seconds, evaluations left out, compilation counted in",
-        y_label="recall@10",
-        dashed=["open_clip's final recall"],
-    )
-    tried = {name: len({row["lr"] for row in rows if f"{row['trainer']} {row['loss']}" == name}) for name in best}
-    lines = [
-        f"{int(first['samples']):,} samples an epoch, {first['epochs']} epochs, batch {first['batch']}, model"
-        f" {first['model']}, {first['workers']} workers, one {first['device']}, one seed. Target: open_clip's final"
-        f" text-to-image recall@10, {target:.1%}. Seconds from the start of the command; evaluations are left out on"
-        " both sides. Each line has as many rates to choose from. Averaged: the running average of the weights counts"
-        " (`--ema`), which open_clip's trainer does not have.",
-        "",
-        "| | rates tried | best | final recall | reached after | seconds | of open_clip's | startup | compilation"
-        " | an epoch | seconds without startup and compilation | of open_clip's |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    reached_base = base.reaches(target)
-    assert reached_base is not None
-    total_base = base.seconds[reached_base]
-    verdicts = [f"open_clip's whole run took {base.seconds[-1]:.1f} s."]
-    for name, curve in best.items():
-        at = curve.reaches(target)
-        reached = ["not reached", "", "", "", ""]
-        if at is not None:
-            total, steady = curve.seconds[at], curve.steady(at)
-            share, steady_share = total / total_base, steady / base.steady(reached_base)
-            reached = [f"epoch {at + 1}", f"{total:.1f}", f"{share:.2f}", f"{steady:.1f}", f"{steady_share:.2f}"]
-            if curve is not base:
-                held = "holds" if share <= 0.5 else "does not hold"
-                verdicts.append(
-                    f"{name}: at most half of open_clip's seconds {held} ({share:.2f};"
-                    f" {total / base.seconds[-1]:.2f} of its whole run)."
-                )
-        elif curve is not base:
-            verdicts.append(f"{name} does not reach open_clip's final recall.")
-        lines.append(
-            f"| {name} | {tried[name]} | {float(curve.rows[0]['lr']):g} | {curve.recalls[-1]:.1%} | {reached[0]}"
-            f" | {reached[1]} | {reached[2]} | {curve.startup:.1f} | {curve.compile:.1f} | {curve.epoch_seconds:.2f}"
-            f" | {reached[3]} | {reached[4]} |"
-        )
-    lines += ["", *verdicts, "", f"![recall over seconds]({output.with_suffix('.svg').name})", ""]
-    output.with_suffix(".md").write_text("\n".join(lines))
-    print("\n".join(lines))
 
 
 def main(given: list[str] | None = None) -> int:
@@ -473,7 +363,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="no run: the plot and the paragraph from the rows")
     arguments = parser.parse_args(given)
     if arguments.write:
-        write(arguments.output)
+        race_report.write(arguments.output)
         return 0
     if arguments.quick:
         with tempfile.TemporaryDirectory() as name:
@@ -484,13 +374,13 @@ def main(given: list[str] | None = None) -> int:
             arguments.workers, arguments.samples, arguments.compile = 1, 256, False
             failed = measure(arguments, arguments.output)
             if not failed:
-                write(arguments.output)
+                race_report.write(arguments.output)
             return failed
     if not (arguments.train and arguments.val):
         parser.error("--train and --val are needed; see --help")
     failed = measure(arguments, arguments.output)
     if arguments.only != "search":
-        write(arguments.output)
+        race_report.write(arguments.output)
     return failed
 
 

@@ -1,5 +1,6 @@
 """The sequence of global batches is the same however it is read."""
 
+import copy
 import io
 import json
 import pickle
@@ -14,6 +15,7 @@ from shard_files import picture, sound, tokenizer, write_shard
 
 from leanclip.cli import main
 from leanclip.data import Batch, BrokenCount, DataConfig, Shards, TrainingLoader, open_datasets, open_validation
+from leanclip.data.batch import LIGHT
 from leanclip.data.decode import TrainingTransform
 from leanclip.data.order import Once, Weighted
 from leanclip.distributed import Ranks
@@ -263,10 +265,15 @@ def test_evaluation_leaves_broken_samples_out_and_says_so(data, tmp_path, capsys
 
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([2, 1, 3])])
-def test_a_batch_comes_whole_from_another_process_in_one_piece_of_shared_memory(lengths):
+@pytest.mark.parametrize("light", [LIGHT, 0])
+def test_a_batch_comes_whole_from_another_process_and_what_is_small_without_shared_memory(
+    lengths, light, monkeypatch
+):
+    monkeypatch.setattr("leanclip.data.batch.LIGHT", light)
     sent = Batch(
-        images=torch.arange(36, dtype=torch.uint8).view(3, 3, 2, 2), tokens=torch.tensor([[7, 8], [9, 0], [1, 2]]),
-        sample_ids=torch.tensor([5, 3, 2**40]), lengths=lengths, broken={"image": 1}, examples=("a.jpg",),
+        images=torch.arange(3 * LIGHT).to(torch.uint8).view(3, 1, 512, -1),
+        tokens=torch.tensor([[7, 8], [9, 0], [1, 2]]), sample_ids=torch.tensor([5, 3, 2**40]), lengths=lengths,
+        broken={"image": 1}, examples=("a.jpg",),
     )  # fmt: skip
     tensors = []
 
@@ -276,10 +283,18 @@ def test_a_batch_comes_whole_from_another_process_in_one_piece_of_shared_memory(
             return NotImplemented
 
     Counting(io.BytesIO()).dump(sent)
-    assert len(tensors) == 1 and tensors[0] is sent.images
+    assert len(tensors) == (1 if light else 3 + (lengths is not None)) and tensors[0] is sent.images
     found = pickle.loads(bytes(ForkingPickler.dumps(sent)))
     for name in ("images", "tokens", "sample_ids"):
         assert torch.equal(getattr(found, name), getattr(sent, name))
     assert found.lengths is None if lengths is None else torch.equal(found.lengths, lengths)
     assert (found.broken, found.examples) == (sent.broken, sent.examples)
-    found.tokens[0] = 0  # a copy of its own, that may be written to
+
+
+def test_a_batch_whose_tensors_have_no_array_is_pickled_as_they_are():
+    sent = Batch(
+        images=torch.ones(2, 3, dtype=torch.bfloat16), tokens=torch.empty(2, 3, device="meta", dtype=torch.int64),
+        sample_ids=torch.arange(2),
+    )  # fmt: skip
+    found = copy.deepcopy(sent)
+    assert found.images.dtype == torch.bfloat16 and found.tokens.is_meta and found.sample_ids.tolist() == [0, 1]

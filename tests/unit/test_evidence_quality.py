@@ -56,7 +56,10 @@ def test_paired_differences_know_their_sign_and_their_chance():
 
 def test_several_comparisons_share_their_chance():
     """Holm: the clearest of three counts three times, the next twice, and none is clearer than the one before."""
-    assert stats.holm({"a": 0.04, "b": 0.01, "c": 0.03}) == pytest.approx({"b": 0.03, "c": 0.06, "a": 0.06})
+    found = {"a": 0.04, "b": 0.01, "c": 0.03}
+    assert stats.holm(found) == pytest.approx({"b": 0.03, "c": 0.06, "a": 0.06})
+    assert stats.holm(found, family=5) == pytest.approx({"b": 0.05, "c": 0.12, "a": 0.12})  # two are to come
+    assert quality.COMPARISONS == 13
 
 
 def test_every_loss_has_as_many_trials(tmp_path):
@@ -164,8 +167,8 @@ def test_what_is_not_complete_is_named():
     assert quality.unfinished({key: [] for key in [*whole, ("infonce", 2048)]}) == []
     missing = quality.unfinished({key: [] for key in whole[1:]})
     assert missing == ["infonce at 128", "infonce at 2,048"]
-    assert "not in the table: infonce at 128, infonce at 2,048." in experiment.not_complete(missing)
-    assert experiment.not_complete([]) == ""
+    assert "not in the table: infonce at 128, infonce at 2,048." in table.not_complete(missing)
+    assert table.not_complete([]) == ""
 
 
 def test_the_truth_about_an_estimate_is_the_mean_over_all_others():
@@ -457,9 +460,8 @@ def test_the_headline_takes_its_figures_from_the_rows(tmp_path):
     assert "| infonce 20 s | 100 s, compiled |" in text
     assert "memory of the loss" not in text and "Not run: " in text
     (tmp_path / "wall_clock.csv").unlink()
-    table.append(tmp_path / "wall_clock.csv", wall_clock.FIELDS, empty | {"trainer": "leanclip", "alone": False} | {
-        "loss": "infonce", "text_to_image_recall_at_10": 0.1,
-    })  # fmt: skip
+    only = {"trainer": "leanclip", "loss": "infonce", "lr": 1e-3, "alone": False, "text_to_image_recall_at_10": 0.1}
+    table.append(tmp_path / "wall_clock.csv", wall_clock.FIELDS, empty | only)
     assert "seconds from the start" not in assemble.headline(tmp_path)  # no baseline, no comparison
     assert "Not measured yet: quality at equal budget; why" in text
 

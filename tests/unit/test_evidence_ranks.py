@@ -3,11 +3,13 @@
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import communication
 import loss_over_ranks
 import pytest
+import race_report
 import table
 import torch
 import wall_clock
@@ -111,78 +113,141 @@ def rows_of(trainer, lr, seconds, recalls, alone=True):
             "trainer": trainer, "loss": "infonce", "lr": lr, "seed": 0, "model": "m", "batch": 512,
             "epochs": len(seconds), "samples": 1000, "workers": 2, "epoch": at + 1, "seconds": second,
             "startup_seconds": 5, "text_to_image_recall_at_10": recall, "device": "a GPU", "trainer_command": lr,
-            "alone": alone,
+            "alone": alone, "run": f"{trainer} {lr} {alone} {recalls[-1]}",
         }
         for at, (second, recall) in enumerate(zip(seconds, recalls, strict=True))
     ]  # fmt: skip
 
 
-def test_wall_clock_compares_the_best_runs_at_the_first_epoch_that_suffices(tmp_path, capsys):
+def race(tmp_path, *runs):
     output = tmp_path / "wall_clock.csv"
-    for row in [
-        *rows_of("open_clip", 1e-3, [40, 50, 60, 70], [0.1, 0.31, 0.4, 0.3]),  # best; there at epoch 2
-        *rows_of("open_clip", 2e-3, [25, 35, 45, 55], [0.1, 0.2, 0.2, 0.2]),
-        *rows_of("leanclip", 1e-3, [16, 20, 24, 28], [0.3, 0.3, 0.3, 0.2]),  # sooner, but not its best
-        *rows_of("leanclip", 2e-3, [16, 20, 24, 28], [0.1, 0.2, 0.35, 0.4]),
-    ]:
-        table.append(output, wall_clock.FIELDS, row)
+    output.unlink(missing_ok=True)
+    for run in runs:
+        for row in rows_of(*run):
+            table.append(output, wall_clock.FIELDS, row)
+    return output
+
+
+def test_wall_clock_compares_the_best_runs_at_the_first_epoch_that_suffices(tmp_path, capsys):
+    output = race(
+        tmp_path,
+        ("open_clip", 1e-3, [40, 50, 60, 70], [0.1, 0.31, 0.4, 0.3]),  # best; there at epoch 2
+        ("open_clip", 2e-3, [25, 35, 45, 55], [0.1, 0.2, 0.2, 0.2]),
+        ("leanclip", 1e-3, [16, 20, 24, 28], [0.3, 0.3, 0.3, 0.2]),  # sooner, but not its best
+        ("leanclip", 2e-3, [16, 20, 24, 28], [0.1, 0.2, 0.35, 0.4]),
+    )
     assert wall_clock.main(["--write", "--output", str(output)]) == 0
     out = capsys.readouterr().out
-    assert (
-        "| open_clip infonce | 2 | 0.001 | 30.0% | epoch 2 | 50.0 | 1.00 | 5.0 | 25.0 | 10.00 | 20.0 | 1.00 |" in out
-    )
-    assert "| leanclip infonce | 2 | 0.002 | 40.0% | epoch 3 | 24.0 | 0.48 | 5.0 | 7.0 | 4.00 | 12.0 | 0.60 |" in out
+    assert "the learning rates 0.001, 0.002 to choose from" in out
+    assert "| open_clip infonce | 0.001 | 30.0% | epoch 2 | 50.0 | 1.00 | 5.0 | 25.0 | 10.00 | 20.0 | 1.00 |" in out
+    assert "| leanclip infonce | 0.002 | 40.0% | epoch 3 | 24.0 | 0.48 | 5.0 | 7.0 | 4.00 | 12.0 | 0.60 |" in out
     assert "at most half of open_clip's seconds holds (0.48; 0.34 of its whole run)" in out
+    assert "Not complete" not in out
     assert output.with_suffix(".svg").read_text().startswith("<svg")
 
 
-def test_wall_clock_takes_the_rate_with_the_best_recall_and_its_time_alone(tmp_path):
-    output = tmp_path / "wall_clock.csv"
-    for row in [
-        *rows_of("open_clip", 1e-3, [40, 50], [0.1, 0.2]),
-        *rows_of("leanclip", 1e-3, [16, 20], [0.1, 0.2]),
-        *rows_of("open_clip", 2e-3, ["", ""], [0.1, 0.3], alone=False),  # better, and not timed yet
-        *rows_of("leanclip", 2e-3, ["", ""], [0.1, 0.1], alone=False),
-    ]:
-        table.append(output, wall_clock.FIELDS, row)
-    with pytest.raises(SystemExit, match="with the clock at its best learning rate"):
-        wall_clock.main(["--write", "--output", str(output)])
-    for row in rows_of("open_clip", 2e-3, [40, 50], [0.1, 0.25]):  # the first run has decided on the rate
-        table.append(output, wall_clock.FIELDS, row)
-    best = wall_clock.best_runs(table.rows(output))
-    assert {name: (curve.rows[0]["lr"], curve.recalls[-1]) for name, curve in best.items()} == {
-        "open_clip infonce": ("0.002", 0.25), "leanclip infonce": ("0.001", 0.2),
-    }  # fmt: skip
+BASELINE = ("open_clip", 1e-3, [40, 50], [0.1, 0.2])
+OURS = ("leanclip", 1e-3, [16, 20], [0.1, 0.2])
+NO_TIME = ["", ""]
 
 
-def test_wall_clock_times_the_middle_rate_and_what_was_better(tmp_path, monkeypatch):
+def compared(tmp_path, *runs):
+    best, missing = race_report.compared(table.rows(race(tmp_path, *runs)))
+    return {name: (curve.lr, curve.final) for name, curve in best.items()}, missing
+
+
+def test_a_race_has_no_result_without_a_sound_baseline(tmp_path):
+    """Its best rate must have been run with the clock, and that run must not have gone wrong."""
+    better = ("open_clip", 2e-3, NO_TIME, [0.1, 0.3], False)
+    other = ("leanclip", 2e-3, NO_TIME, [0.1, 0.1], False)
+    assert compared(tmp_path, OURS, other) == ({}, ["open_clip infonce, with the clock at its best learning rate"])
+    found, (missing,) = compared(tmp_path, BASELINE, OURS, better, other)
+    assert found == {} and "with the clock at its best" in missing
+    wrong = ("open_clip", 2e-3, [40, 50], [0.1, 0.07])
+    found, (missing,) = compared(tmp_path, BASELINE, OURS, better, other, wrong)
+    assert found == {} and "ended at 7.0% with the clock, 30.0% without and must be run again" in missing
+    with pytest.raises(SystemExit, match="must be run again"):
+        wall_clock.main(["--write", "--output", str(tmp_path / "wall_clock.csv")])
+    again = ("open_clip", 2e-3, [40, 50], [0.1, 0.295])
+    found, missing = compared(tmp_path, BASELINE, OURS, better, other, wrong, again)
+    assert found == {"open_clip infonce": (2e-3, 0.295), "leanclip infonce": (1e-3, 0.2)} and missing == []
+
+
+def test_in_a_race_everyone_has_the_same_rates(tmp_path):
+    other = ("leanclip", 2e-3, NO_TIME, [0.1, 0.1], False)
+    assert compared(tmp_path, BASELINE, OURS, other) == ({"open_clip infonce": (1e-3, 0.2)}, ["leanclip infonce"])
+
+
+def test_of_equal_rates_the_one_with_the_clock_counts(tmp_path):
+    equal = [
+        (trainer, lr, NO_TIME, [0.1, 0.2], False) for trainer in ("open_clip", "leanclip") for lr in (5e-4, 2e-3)
+    ]
+    found, missing = compared(tmp_path, *equal, BASELINE, OURS)
+    assert found == {"open_clip infonce": (1e-3, 0.2), "leanclip infonce": (1e-3, 0.2)} and missing == []
+
+
+@pytest.fixture
+def running(tmp_path, monkeypatch):
+    """`measure` with runs that end as `recalls` says, or at 0.3, and the list of those that were run."""
     given = argparse.Namespace(
-        model=Path("small.json"), batch=8, epochs=1, wd=0.1, workers=1, seed=0, crop=0.9, compile=False,
+        model=tmp_path / "small.json", batch=8, epochs=1, wd=0.1, workers=1, seed=0, crop=0.9, compile=False,
         leanclip_compile="auto", losses=["infonce"], lr=[1e-3, 2e-3, 4e-3], limit=math.inf, only=None, quick=True,
     )  # fmt: skip
-    given.model = tmp_path / "small.json"
     given.model.write_text(json.dumps(wall_clock.TINY))
     data = wall_clock.Data([tmp_path / "train-000.tar"], tmp_path / "val.tar", 100)
-    ran = []
+    ran, recalls = [], {}
 
     def run(trial, given, data, folder, *, alone):
         ran.append((trial.trainer, trial.lr, alone))
         command = wall_clock.shown(trial, given.model, wall_clock.flags(trial, given, data, Path("logs")), data)
-        recall = 0.5 if (trial.trainer, trial.lr) == ("open_clip", 4e-3) else 0.4 if trial.lr == 2e-3 else 0.3
+        recall = recalls.get(ran[-1], recalls.get(ran[-1][:2], 0.3))
         row = {"trainer": trial.trainer, "loss": trial.loss, "lr": trial.lr, "samples": 100, "epoch": 1}
         row |= {"seconds": 1.0, "startup_seconds": 1.0, "evaluation_seconds": 1.0, "trainer_command": command}
-        empty = dict.fromkeys(wall_clock.FIELDS, "")
-        return [empty | row | {"alone": alone, "text_to_image_recall_at_10": recall}]
+        row |= {"alone": alone, "run": len(ran), "text_to_image_recall_at_10": recall}
+        return [dict.fromkeys(wall_clock.FIELDS, "") | row]
 
     monkeypatch.setattr(wall_clock, "run", run)
     monkeypatch.setattr(wall_clock, "prepare", lambda *_: data)
-    assert wall_clock.measure(given, tmp_path / "rows.csv") == 0
+    return given, ran, recalls, lambda: wall_clock.measure(given, tmp_path / "rows.csv")
+
+
+def test_wall_clock_times_the_middle_rate_and_what_was_better(running):
+    _, ran, recalls, measure = running
+    recalls |= {("open_clip", 4e-3): 0.5, ("open_clip", 2e-3): 0.4, ("leanclip", 2e-3): 0.4}
+    assert measure() == 0
     assert ran[:2] == [("open_clip", 2e-3, True), ("leanclip", 2e-3, True)]
     others = [(trainer, lr, False) for trainer in ("leanclip", "open_clip") for lr in (1e-3, 4e-3)]
     assert sorted(ran[2:6]) == others
     assert ran[6:] == [("open_clip", 4e-3, True)]
-    assert wall_clock.measure(given, tmp_path / "rows.csv") == 0
+    assert measure() == 0
     assert len(ran) == 7  # all of it was there
+
+
+def test_wall_clock_runs_again_what_went_wrong_with_the_clock(running):
+    _, ran, recalls, measure = running
+    recalls |= {("open_clip", 4e-3, False): 0.5, ("open_clip", 4e-3, True): 0.07}
+    measure()
+    assert ran[6:] == [("open_clip", 4e-3, True)]
+    recalls["open_clip", 4e-3, True] = 0.495
+    measure()
+    measure()
+    assert ran[7:] == [("open_clip", 4e-3, True)]
+
+
+def test_wall_clock_of_equal_rates_times_none_twice(running):
+    _, ran, _, measure = running
+    measure()
+    assert len(ran) == 6 and [each for each in ran if each[2]] == [
+        ("open_clip", 2e-3, True),
+        ("leanclip", 2e-3, True),
+    ]
+
+
+def test_wall_clock_begins_nothing_after_its_limit(running):
+    given, ran, _, measure = running
+    given.limit = -1.0
+    measure()
+    assert ran == []
 
 
 def test_wall_clock_runs_both_trainers(tmp_path, capfd, monkeypatch):
@@ -191,28 +256,29 @@ def test_wall_clock_runs_both_trainers(tmp_path, capfd, monkeypatch):
     failed = wall_clock.main(["--quick"])
     out, complaints = capfd.readouterr()
     assert failed == 0, complaints[-3000:]
-    assert "| open_clip infonce | 1 | 0.001 |" in out
-    assert "| leanclip infonce | 1 | 0.001 |" in out
+    assert "| open_clip infonce | 0.001 |" in out
+    assert "| leanclip infonce | 0.001 |" in out
     assert list(tmp_path.iterdir()) == []  # a quick run keeps nothing
 
 
-def test_wall_clock_knows_its_rows_by_all_that_was_given(tmp_path):
-    given = argparse.Namespace(
-        model=Path("small.json"), batch=8, epochs=2, wd=0.1, workers=1, seed=0, crop=0.9, compile=False,
-        leanclip_compile="auto",
-    )  # fmt: skip
-    data = wall_clock.Data([tmp_path / "train-000.tar"], tmp_path / "val.tar", 100)
-    trial = wall_clock.Trial("leanclip", "infonce", 1e-3)
-    command = wall_clock.shown(trial, given.model, wall_clock.flags(trial, given, data, tmp_path / "logs"), data)
-    row = {"trainer": "leanclip", "epoch": "2", "samples": "100", "trainer_command": command, "alone": "False"}
-    assert wall_clock.matches(row, trial, given, data)
-    assert not wall_clock.matches(row, trial, given, data, alone=True)
-    assert not wall_clock.matches(row | {"epoch": "1"}, trial, given, data)
-    assert not wall_clock.matches(row | {"samples": "99"}, trial, given, data)
-    assert not wall_clock.matches(row, wall_clock.Trial("leanclip", "infonce", 2e-3), given, data)
-    averaged = wall_clock.Trial("leanclip", "infonce" + wall_clock.AVERAGED, 1e-3)
-    assert not wall_clock.matches(row, averaged, given, data)
-    flags = wall_clock.flags(averaged, given, data, tmp_path)
+def test_wall_clock_knows_its_rows_by_all_that_was_given(running, tmp_path):
+    given, _, _, measure = running
+    measure()
+    trial = wall_clock.Trial("leanclip", "infonce", 2e-3)
+    known = wall_clock.Race(given, wall_clock.Data([], tmp_path / "val.tar", 100), tmp_path, tmp_path / "rows.csv")
+    known.data = wall_clock.Data([tmp_path / "train-000.tar"], tmp_path / "val.tar", 100)
+    assert len(known.curves(trial)) == 1
+    assert known.curves(wall_clock.Trial("leanclip", "infonce", 3e-3)) == []
+    averaged = wall_clock.Trial("leanclip", "infonce" + wall_clock.AVERAGED, 2e-3)
+    assert known.curves(averaged) == []
+    flags = wall_clock.flags(averaged, given, known.data, tmp_path)
     assert flags[flags.index("--loss") + 1] == "infonce" and "--ema" in flags
-    given.crop = 0.5
-    assert not wall_clock.matches(row, trial, given, data)
+    known.data = replace(known.data, samples=99)
+    assert known.curves(trial) == []
+    known.data = replace(known.data, samples=100)
+    for name, value in (("epochs", 2), ("crop", 0.5), ("seed", 1)):
+        before = getattr(given, name)
+        setattr(given, name, value)
+        assert known.curves(trial) == []
+        setattr(given, name, before)
+    assert len(known.curves(trial)) == 1

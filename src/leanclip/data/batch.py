@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+LIGHT = 256 << 10  # bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -24,10 +26,9 @@ class Batch:
         return len(self.images)
 
     def __reduce__(self) -> "tuple[Any, ...]":
-        """On the way from a loader's process. Every tensor would travel in shared memory of its own, which takes the
-        receiver longer than to copy all but the images."""
-        small = [None if each is None else each.numpy() for each in (self.tokens, self.sample_ids, self.lengths)]
-        return _received, (self.images, *small, dict(self.broken), self.examples)
+        """On the way from a loader's process. Every tensor travels in shared memory of its own, which takes the
+        receiver longer than to copy a small one."""
+        return _received, ({name: _light(value) for name, value in vars(self).items()},)
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "Batch":
         """On the device; the dtype is for images that are not uint8."""
@@ -56,19 +57,14 @@ class Batch:
         ]
 
 
-def _received(
-    images: Tensor,
-    tokens: np.ndarray,
-    sample_ids: np.ndarray,
-    lengths: np.ndarray | None,
-    broken: Mapping[str, int],
-    examples: tuple[str, ...],
-) -> Batch:
-    return Batch(
-        images=images,
-        tokens=torch.from_numpy(tokens),
-        sample_ids=torch.from_numpy(sample_ids),
-        lengths=None if lengths is None else torch.from_numpy(lengths),
-        broken=broken,
-        examples=examples,
-    )
+def _light(value: Any) -> Any:
+    """A small tensor as an array, which is pickled whole."""
+    small = isinstance(value, Tensor) and value.device.type == "cpu" and value.nbytes <= LIGHT
+    return value.numpy() if small and not value.is_floating_point() else value
+
+
+def _received(values: Mapping[str, Any]) -> Batch:
+    found: dict[str, Any] = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in values.items()
+    }
+    return Batch(**found)
