@@ -20,10 +20,11 @@ from table import not_complete
 
 GAMMAS = (0.2, 0.6)
 # Learning rates and weight decay. Lion's authors advise a third to a tenth of AdamW's rate and as much more decay.
-# SGD adds the decay to the gradient, where AdamW's would be all there is.
+# SGD adds the decay to the gradient, where AdamW's would be all there is. LAMB's went from 2e-3 to 1e-2 at first: the
+# lowest was best, so the highest made way for one below.
 OPTIMIZERS = {
     "adamw": (quality.RATES, 0.1),
-    "lamb": ((2e-3, 5e-3, 1e-2), 0.1),
+    "lamb": ((1e-3, 2e-3, 5e-3), 0.1),
     "lion": ((3e-5, 1e-4, 2e-4), 0.5),
     "sgdm": ((0.03, 0.3, 3.0), 1e-5),
 }
