@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leanclip.losses import LOSSES, ContrastiveLoss, LossOutput, create_loss
-
 if TYPE_CHECKING:
+    from leanclip.losses import LOSSES, ContrastiveLoss, LossOutput, create_loss
     from leanclip.models import TwoTower
 
 __version__ = "0.1.0"
@@ -23,3 +22,16 @@ def load(run_or_checkpoint: str | Path) -> "tuple[TwoTower, Any, Any]":
     from leanclip.inference import load  # brings open_clip, which the losses alone do not need
 
     return load(run_or_checkpoint)
+
+
+def __getattr__(name: str) -> Any:
+    """The losses, once they are asked for: they bring torch, and `leanclip --help` should not wait for it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from leanclip import losses
+
+    return getattr(losses, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

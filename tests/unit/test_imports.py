@@ -1,7 +1,11 @@
 """Imports point one way: a short walk over the source that fails on an arrow the wrong way."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import leanclip
 
@@ -81,3 +85,20 @@ def test_third_party_libraries_enter_through_one_module():
             if any(name.partition(".")[0] == library for name in imported(path))
         }
         assert users == {door}
+
+
+@pytest.mark.parametrize("command", ["", "--version", "trian", "report --help", "data --help"])
+def test_what_needs_no_torch_does_not_wait_for_it(command):
+    code = (
+        "import sys; from leanclip.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_the_public_names_are_there_when_asked_for():
+    assert set(leanclip.__all__) <= set(dir(leanclip))
+    for name in leanclip.__all__:
+        assert getattr(leanclip, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'loss'"):
+        getattr(leanclip, "loss")  # noqa: B009
