@@ -13,12 +13,12 @@ import torch
 from leanclip.cli import main
 from leanclip.config import override
 from leanclip.data.datasets import BUNDLED
-from leanclip.errors import UserError
+from leanclip.errors import STOPPED, UserError
 from leanclip.optim import set_learning_rate
 from leanclip.training import TrainConfig, set_up
 from leanclip.training.checkpoint import load_tensors_of, tidy
 from leanclip.training.resume import FREE, SAME, SavedRun, find_saved, settings
-from leanclip.training.stopping import STOPPED, Stopping
+from leanclip.training.stopping import Stopping
 from leanclip.training.storage import HASHES_FILE, DamagedError, verify
 
 TINY = {

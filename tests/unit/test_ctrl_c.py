@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from test_checkpoint import arguments, names, steps_of_metrics, train
@@ -135,3 +136,18 @@ def test_the_second_one_does_not_wait_for_a_slow_disk(tmp_path):
     assert time.monotonic() - began < 5
     assert job.returncode == 130 and "Traceback" not in said, said
     assert "interrupted; the last checkpoint stays" in said.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("number", "restarts", "code"), [(signal.SIGTERM, "0", 75), (signal.SIGUSR1, "3", 0)])
+def test_a_signal_while_it_still_loads_asks_for_another_start(tmp_path, number, restarts, code):
+    """0 where torchrun would start it again by itself. Its handler is set long before torch is loaded."""
+    environment = os.environ | {"TORCHELASTIC_MAX_RESTARTS": restarts}
+    command = [sys.executable, "-m", "leanclip", "train", "--logs", str(tmp_path / "logs")]
+    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    status = Path(f"/proc/{run.pid}/status")
+    while not int(re.findall(r"SigCgt:\s*(\w+)", status.read_text())[0], 16) >> (number - 1) & 1:
+        time.sleep(0.005)
+    run.send_signal(number)
+    told = run.communicate(timeout=30)[1]
+    assert (run.returncode, told) == (code, f"leanclip: {number.name} came before the run began\n")
+    assert not (tmp_path / "logs").exists()

@@ -6,7 +6,11 @@ import json
 import pickle
 import random
 import shutil
+import subprocess
+import sys
+import time
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -298,3 +302,42 @@ def test_a_batch_whose_tensors_have_no_array_is_pickled_as_they_are():
     )  # fmt: skip
     found = copy.deepcopy(sent)
     assert found.images.dtype == torch.bfloat16 and found.tokens.is_meta and found.sample_ids.tolist() == [0, 1]
+
+
+ORPHAN = """
+import multiprocessing, time
+from torch.utils.data import Dataset
+from leanclip.data.loader import _data_loader
+
+class Large(Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, _):
+        return bytes(1 << 20)  # more than a pipe holds
+
+batches = iter(_data_loader(Large(), workers=1))
+next(batches)
+time.sleep(0.5)  # now the worker is blocked with its next one
+print(multiprocessing.active_children()[0].pid, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_worker_ends_with_its_parent_even_if_nobody_takes_what_it_sends():
+    """It holds copies of its parent's connections: other ranks would wait for a process that is dead."""
+    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = Path(f"/proc/{int(parent.stdout.readline())}/stat")
+        assert alive(worker)
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while alive(worker):
+        assert time.monotonic() < deadline, "an orphan"
+        time.sleep(0.1)
+
+
+def alive(process):
+    try:
+        return process.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -3,10 +3,12 @@
 import importlib
 import os
 import select
+import signal
 import sys
+from types import FrameType
 from typing import NoReturn
 
-from leanclip.errors import UserError
+from leanclip.errors import UserError, stopped_code
 
 COMMANDS = {
     "train": "train a model; without arguments, a small one on the bundled data",
@@ -23,6 +25,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a command. Mistakes of the user end in one line on stderr and exit code 2."""
     alone = arguments is None  # in a process of its own
     arguments = sys.argv[1:] if arguments is None else arguments
+    if alone and arguments[:1] == ["train"]:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, _not_begun)
     try:
         try:
             sys.exit(_run(arguments))
@@ -44,6 +49,12 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is not printed yet has to go somewhere
         sys.exit(141)  # as SIGPIPE ends other programs
+
+
+def _not_begun(number: int, _: FrameType | None) -> NoReturn:
+    """A run that is told to end while it still loads is to be started again, like one that has saved."""
+    os.write(2, f"leanclip: {_rank()}{signal.Signals(number).name} came before the run began\n".encode())
+    os._exit(stopped_code())
 
 
 def _unread(stop: BaseException) -> bool:

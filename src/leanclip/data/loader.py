@@ -21,6 +21,7 @@ from leanclip.data.source import BrokenSample, Source
 from leanclip.errors import UserError
 
 PREFETCH = 2  # batches per worker
+LOOK = 1.0  # seconds between a worker's looks at whether its parent lives
 
 
 class TrainingLoader:
@@ -223,13 +224,16 @@ def _start_worker(_: int) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):
+    if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with_parents_word, daemon=True).start()
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
-def _end_with_parents_word() -> None:
-    """SLURM sends SIGTERM to everybody, and a launcher hands it on; only the parent's is meant for a worker."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
+def _end_with_parent(parent: int) -> None:
+    """At its word: SLURM sends SIGTERM to everybody, and a launcher hands it on; only the parent's is meant for a
+    worker. Or with it: a worker that sends what nobody receives any more would stay for ever, and keep its parent's
+    connections open, so that other ranks wait for one that is dead."""
+    while True:
+        told = signal.sigtimedwait({signal.SIGTERM}, LOOK)
+        if os.getppid() != parent or (told is not None and told.si_pid == parent):
+            os._exit(0)

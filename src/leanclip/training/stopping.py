@@ -15,7 +15,8 @@ from types import FrameType
 
 from torch._C._distributed_c10d import Store
 
-STOPPED = 75  # exit code: saved, and to be started again (EX_TEMPFAIL)
+from leanclip.errors import stopped_code
+
 INTERRUPTED = 130  # exit code: saved, since a person pressed Ctrl-C
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 KEY = "leanclip/stop"
@@ -104,7 +105,6 @@ class Stopping:
 
 
 def exit_code(reason: str) -> int:
-    """Of a run that was stopped. 0 under a torchrun that would take another for a failure and start it again."""
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
-        return 0
-    return INTERRUPTED if reason == CTRL_C else STOPPED
+    """Of a run that was stopped, and has saved."""
+    code = stopped_code()
+    return INTERRUPTED if code and reason == CTRL_C else code
