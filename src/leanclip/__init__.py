@@ -1,5 +1,6 @@
 """leanclip: train CLIP models on few GPUs."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,10 @@ def load(run_or_checkpoint: str | Path) -> "tuple[TwoTower, Any, Any]":
 
 def __getattr__(name: str) -> Any:
     """The losses, once they are asked for: they bring torch, and `leanclip --help` should not wait for it."""
-    if name not in __all__:
+    if name not in ("losses", *__all__):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from leanclip import losses
-
-    return getattr(losses, name)
+    losses = import_module("leanclip.losses")
+    return losses if name == "losses" else getattr(losses, name)
 
 
 def __dir__() -> list[str]:

@@ -96,6 +96,13 @@ def test_what_needs_no_torch_does_not_wait_for_it(command):
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
+@pytest.mark.parametrize("name", ["create_loss", "losses.create_loss"])
+def test_a_name_is_there_without_another_import(name):
+    code = f"import leanclip; print(leanclip.{name}('infonce').__class__.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == type(leanclip.create_loss("infonce")).__name__
+
+
 def test_the_public_names_are_there_when_asked_for():
     assert set(leanclip.__all__) <= set(dir(leanclip))
     for name in leanclip.__all__:
