@@ -7,12 +7,14 @@
 Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, warm-up, crops and
 precision, the same learning rates tried by both. The middle rate of each is run alone on the machine, with the clock;
 the others side by side, for their recall only; and then alone, too, those that were better. A run with the clock that
-ended a point or more below another of the same command is run again. open_clip runs its own
-command, `open_clip_train.main`, with --torchcompile, and evaluates after every epoch, as `leanclip train` does here,
-which decides by itself whether to compile. Every run starts with empty caches of compiled models and kernels; one
-with the clock also without an index of its shards. The bytecode of the packages is there, as an installation leaves
-it. An epoch of open_clip's is rounded up to as many whole batches for each worker, one of leanclip's down to whole
-batches. "Averaged" is leanclip with --ema, whose average of the weights is evaluated; open_clip's trainer has none.
+ended a point or more below another of the same command is run again.
+
+open_clip runs its own command, `open_clip_train.main`, with --torchcompile, and evaluates after every epoch, as
+`leanclip train` does here, which decides by itself whether to compile. Every run starts with empty caches of compiled
+models and kernels; one with the clock also without an index of its shards. The bytecode of the packages is there, as
+an installation leaves it. An epoch of open_clip's is rounded up to as many whole batches for each worker, one of
+leanclip's down to whole batches. "Averaged" is leanclip with --ema, whose average of the weights is evaluated;
+open_clip's trainer has none.
 
 The clock starts with the process. Time inside evaluations is left out on both sides, but for what leanclip's first
 one, before the first step, takes longer than the others: that is start-up. Two parts are also shown apart: `startup`,
@@ -53,8 +55,7 @@ HERE = Path(__file__).parent
 EMOJI = HERE.parents[1] / "src/leanclip/data/emoji"
 FIELDS = (
     "trainer", "loss", "lr", "seed", "model", "batch", "epochs", "samples", "workers", "run", "alone", "epoch",
-    "seconds",
-    "startup_seconds", "evaluation_seconds", "text_to_image_recall_at_10", "image_to_text_recall_at_10",
+    "seconds", "startup_seconds", "evaluation_seconds", "text_to_image_recall_at_10", "image_to_text_recall_at_10",
     "trainer_command", *table.PROVENANCE,
 )  # fmt: skip
 TOGETHER = 4  # runs side by side, each with as many loading processes as one alone

@@ -265,17 +265,17 @@ def test_wall_clock_knows_its_rows_by_all_that_was_given(running, tmp_path):
     given, _, _, measure = running
     measure()
     trial = wall_clock.Trial("leanclip", "infonce", 2e-3)
-    known = wall_clock.Race(given, wall_clock.Data([], tmp_path / "val.tar", 100), tmp_path, tmp_path / "rows.csv")
-    known.data = wall_clock.Data([tmp_path / "train-000.tar"], tmp_path / "val.tar", 100)
+    data = wall_clock.Data([tmp_path / "train-000.tar"], tmp_path / "val.tar", 100)
+    known = wall_clock.Race(given, data, tmp_path, tmp_path / "rows.csv")
     assert len(known.curves(trial)) == 1
     assert known.curves(wall_clock.Trial("leanclip", "infonce", 3e-3)) == []
     averaged = wall_clock.Trial("leanclip", "infonce" + wall_clock.AVERAGED, 2e-3)
     assert known.curves(averaged) == []
     flags = wall_clock.flags(averaged, given, known.data, tmp_path)
     assert flags[flags.index("--loss") + 1] == "infonce" and "--ema" in flags
-    known.data = replace(known.data, samples=99)
+    known.data = replace(data, samples=99)
     assert known.curves(trial) == []
-    known.data = replace(known.data, samples=100)
+    known.data = data
     for name, value in (("epochs", 2), ("crop", 0.5), ("seed", 1)):
         before = getattr(given, name)
         setattr(given, name, value)
