@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -399,3 +400,16 @@ def test_a_worker_that_dies_ends_the_command(capfd):
     with pytest.raises(UserError, match="fewer --workers"):
         list(run_tasks(die, [1, 2], workers=2, progress=lambda _: None))
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_worker_that_dies_while_another_is_started_ends_the_command(monkeypatch):
+    submit = ProcessPoolExecutor.submit
+
+    def breaks_meanwhile(pool, function, task):
+        if task == 2:
+            raise OSError("handle is closed")  # what a pool says that closes its queue in another thread
+        return submit(pool, function, task)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", breaks_meanwhile)
+    with pytest.raises(UserError, match="fewer --workers"):
+        list(run_tasks(square, [1, 2], workers=2, progress=lambda _: None))

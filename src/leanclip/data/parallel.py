@@ -42,7 +42,7 @@ def run_tasks(
     try:
         while True:
             while len(running) < 2 * workers and (task := next(waiting, None)) is not None:
-                running.add(pool.submit(_run_task, task))
+                running.add(_submit(pool, task))
             if not running:
                 return
             done, running = wait(running, POLL_SECONDS, FIRST_COMPLETED)
@@ -57,6 +57,14 @@ def run_tasks(
     finally:
         stop.set()
         pool.shutdown(cancel_futures=True)
+
+
+def _submit(pool: ProcessPoolExecutor, task: Any) -> Future[Any]:
+    """A pool starts a worker when it is given a task; one that breaks meanwhile has closed what that worker needs."""
+    try:
+        return pool.submit(_run_task, task)
+    except OSError as error:
+        raise BrokenProcessPool(f"no worker could be started: {error}") from error
 
 
 class _Stopped(Exception):  # noqa: N818
