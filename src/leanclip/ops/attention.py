@@ -51,20 +51,36 @@ def tile_begins(offsets: Tensor, *, tokens: int, longest: int) -> Tensor:
     return offsets[torch.searchsorted(offsets[:-1].contiguous(), grid)]
 
 
+Given = tuple[Tensor, Tensor | None, Tensor | None, int, int]  # to short_attention
+
+
+def of_rows(qkv: Tensor) -> Given | None:
+    """What the kernel gets for sequences of one length; none where it cannot run them."""
+    length = qkv.shape[1]
+    if length > LARGEST_TILE or not _kernel(qkv):
+        return None
+    return qkv.flatten(0, 1), None, None, length, max(16, 1 << (length - 1).bit_length())
+
+
+def of_packed(qkv: Tensor, packing: Packing) -> Given | None:
+    """Likewise for packed causal sequences."""
+    if not (packing.tiles.numel() and _kernel(qkv)):
+        return None
+    return qkv, packing.tiles, packing.rows, 0, tile_size(packing.longest)
+
+
 def row_attention(qkv: Tensor, *, causal: bool = False) -> Tensor:
     """(B, L, 3, H, d) -> (B, L, H, d)"""
-    length = qkv.shape[1]
-    if not causal and length <= LARGEST_TILE and _kernel(qkv):
-        block = max(16, 1 << (length - 1).bit_length())
-        return short_attention(qkv.flatten(0, 1), None, None, length, block).unflatten(0, qkv.shape[:2])
+    if not causal and (given := of_rows(qkv)) is not None:
+        return short_attention(*given).unflatten(0, qkv.shape[:2])
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
 def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
     """(T, 3, H, d) -> (T, H, d)"""
-    if packing.tiles.numel() and _kernel(qkv):
-        return short_attention(qkv, packing.tiles, packing.rows, 0, tile_size(packing.longest))
+    if (given := of_packed(qkv, packing)) is not None:
+        return short_attention(*given)
     half = qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16)
     if varlen_attn is not None and half and qkv.shape[-1] % 8 == 0 and qkv.shape[-1] <= 256:
         q, k, v = qkv.unbind(1)

@@ -20,8 +20,9 @@ def fitting(config: TrainConfig, *, samples: int, ranks: Ranks, device: torch.de
     share = ranks.largest_share(batch)
     if device.type != "cuda":
         return share
+    reserved = torch.cuda.memory_reserved(device)  # first: what another thread takes in between counts as taken
     free, _ = torch.cuda.mem_get_info(device)
-    room = int(USED * (free + torch.cuda.memory_reserved(device)))
+    room = int(USED * (free + reserved))
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
     search = Search(config, samples, ranks.size, capability, properties.multi_processor_count)

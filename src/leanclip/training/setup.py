@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath
 
 import torch
@@ -21,6 +22,7 @@ from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower, model_config_of
 from leanclip.optim import create_optimizer, weight_decay_groups
+from leanclip.training.ahead import ENOUGH, Ahead, rehearsals
 from leanclip.training.checkpoint import Position
 from leanclip.training.config import TrainConfig
 from leanclip.training.defaults import fill, total_steps
@@ -173,6 +175,10 @@ def set_up(config: TrainConfig) -> Job:
     model, loss = (module.to(device, torch.float64 if double else None) for module in (model, loss))
     assert isinstance(model, TwoTower) and isinstance(loss, ContrastiveLoss)
     autocast = autocast_of(run.precision, device)
+    twin = partial(loss_from_config, run.loss, config.loss, num_samples=2 * ENOUGH, implementation=run.implementation)
+    precision = partial(autocast_of, run.precision, device)
+    alone = device.type == "cuda" and ranks.size == 1
+    ahead = Ahead(rehearsals(model, twin, batch=batch, autocast=precision, device=device) if alone else (), device)
     micro = config.parallel.micro_batch or fitting(config, samples=len(data.train.source), ranks=ranks, device=device)
     steps = total_steps(config, samples=len(data.train), batch=batch)
     compiled = compiles(config, model, ranks, device, steps)
@@ -237,6 +243,7 @@ def set_up(config: TrainConfig) -> Job:
         notes.append(f"resumed {taken}")
         if position.step >= steps:
             raise UserError(f"{resume_from} ends where this run does, at step {steps} or later; raise --epochs")
+    ahead.wait()
     return Job(
         config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, pieces=pieces,
         ranks=ranks, loader=loader, steps=steps, state=state, group=group, position=position,

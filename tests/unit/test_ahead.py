@@ -1,0 +1,117 @@
+"""Kernels that are compiled ahead: each piece of a step is run once, in threads, and disturbs nothing."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from tower_cases import FAMILIES, captions, model_of
+
+import leanclip
+from leanclip.losses import LOSSES
+from leanclip.ops import attention
+from leanclip.training import ahead
+from leanclip.training.ahead import Ahead, rehearsals
+
+CPU = torch.device("cpu")
+
+
+def off():
+    return torch.autocast("cpu", torch.bfloat16, enabled=False)
+
+
+def calls_of(model, name="fastclip-v3"):
+    return list(
+        rehearsals(model, lambda: leanclip.create_loss(name, num_samples=8), batch=8, autocast=off, device=CPU)
+    )
+
+
+def test_calls_run_side_by_side_and_none_stops_the_run():
+    meeting, done = threading.Barrier(2, timeout=20), []
+
+    def call():
+        meeting.wait()
+        done.append(1)
+
+    def broken():
+        raise RuntimeError("no such kernel")
+
+    Ahead([call, broken, call], CPU).wait()
+    assert done == [1, 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_models_is_rehearsed(family):
+    """Called here, where what goes wrong is seen; in a run it would only be late."""
+    model = model_of(*FAMILIES[family])
+    calls = calls_of(model)
+    for call in calls:
+        call()
+    assert len(calls) == 1 + 2 * model.own_image + 4 * (model.end_of_text is not None)
+
+
+def test_a_program_that_ends_early_ends_as_it_should():
+    """An error in the middle of getting ready: the threads are inside of torch, and must not abort the program."""
+    code = """
+import sys, torch
+from leanclip.training.ahead import Ahead
+
+def work():
+    for _ in range(60):
+        x = torch.ones(200, 200, requires_grad=True)
+        (x @ x).sum().backward()
+
+Ahead([work] * 4, torch.device("cpu"))
+sys.exit(2)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_piece_runs_and_neither_weights_nor_random_numbers_change(name):
+    base, vision, text = FAMILIES["clip"]
+    model = model_of(base, vision, text)
+    before, state = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
+    calls = calls_of(model, name)
+    for call in calls:
+        call()
+    assert len(calls) == 7
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["clip", "a text tower of its own", "custom blocks", "average pooling"])
+def test_what_is_rehearsed_is_what_the_model_launches(family, monkeypatch):
+    """By all that a kernel is compiled for; with the GPU's kernels in place of the CPU's way."""
+    launched = []
+
+    def launch(qkv, tiles, rows, length, block):
+        launched.append((tuple(qkv.shape[1:]), qkv.dtype, tiles is None, length, block))
+        return qkv[:, 0] * 1.0
+
+    def launch_back(qkv, gradient, tiles, rows, length, block):
+        assert gradient.shape == qkv[:, 0].shape
+        return launch(qkv, tiles, rows, length, block)
+
+    model = model_of(*FAMILIES[family])
+    monkeypatch.setattr(attention, "_kernel", lambda qkv: True)
+    for module in (attention, ahead):
+        monkeypatch.setattr(module, "short_attention", launch)
+    monkeypatch.setattr(ahead, "short_attention_backward", launch_back)
+    for call in calls_of(model):
+        call()
+    rehearsed = launched.copy()
+    launched.clear()
+    model(torch.randn(3, 3, 32, 32), captions(3))
+    assert launched and set(launched) <= set(rehearsed)
+    assert all(rehearsed.count(kernel) >= 2 for kernel in launched)  # forward and backward
+
+
+@pytest.mark.parametrize("processors", [20, 108, 132, 148])
+def test_a_larger_batch_launches_the_kernels_of_the_one_that_is_rehearsed(processors):
+    launch = pytest.importorskip("leanclip.ops.triton.launch")
+    tiles = [(batch // 128) ** 2 for batch in (ahead.ENOUGH, 2 * ahead.ENOUGH, 2**20)]
+    assert {launch._strip(count, processors) for count in tiles} == {launch.LONGEST_STRIP}
