@@ -29,7 +29,7 @@ def on_its_own_disk(folder, kind, choice):
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.parametrize("kind", ["full", "readonly"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("readonly", marks=pytest.mark.slow)])
 def test_a_run_outlives_its_disk(kind, tmp_path):
     found = on_its_own_disk(tmp_path, kind, "go on")
     assert found["codes"] == [0, 0], found["said"]

@@ -80,7 +80,11 @@ def some_ranks(request, tmp_path):
 
 @pytest.mark.parametrize(
     ("some_ranks", "what", "victim"),
-    [(2, signal.SIGKILL, 1), (3, signal.SIGSTOP, 2), (2, signal.SIGKILL, 0)],
+    [
+        pytest.param(2, signal.SIGKILL, 1, marks=pytest.mark.slow),
+        (3, signal.SIGSTOP, 2),
+        (2, signal.SIGKILL, 0),
+    ],
     indirect=["some_ranks"],
 )
 def test_the_others_stop_and_name_it(some_ranks, what, victim):

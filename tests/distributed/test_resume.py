@@ -30,7 +30,11 @@ def read(logs):
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [((2, {}), (1, {})), ((2, {"fsdp": True}), (3, {"micro_batch": 5})), ((1, {}), (2, {"fsdp": True}))],
+    [
+        pytest.param((2, {}), (1, {}), marks=pytest.mark.slow),
+        ((2, {"fsdp": True}), (3, {"micro_batch": 5})),
+        ((1, {}), (2, {"fsdp": True})),
+    ],
 )
 def test_resume_on_other_processes(first, second, uninterrupted, tmp_path):
     logs = tmp_path / "logs"

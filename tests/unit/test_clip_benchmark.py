@@ -21,6 +21,7 @@ def evaluate(*arguments):
     assert stop.value.code == 0
 
 
+@pytest.mark.slow
 def test_its_figures_equal_ours(small_run, tmp_path):
     samples = emoji(90)
     write_classes(tmp_path / "sets" / "groups", samples)

@@ -64,7 +64,8 @@ def in_open_clip(tmp_path, name, weights):
     ("model", "loss"),
     [
         pytest.param("RN50", "infonce", marks=pytest.mark.slow),
-        ("ViT-B-32", "fastclip-v3"),
+        pytest.param("ViT-B-32", "fastclip-v3", marks=pytest.mark.slow),
+        ("ViT-S-32-alt", "fastclip-v3"),
         ("siglip-style.json", "siglip"),
     ],
 )
