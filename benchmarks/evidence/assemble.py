@@ -11,17 +11,20 @@ import quality
 import race_report
 import table
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 INTRODUCTION = """# What was measured
 
 The claims of FastCLIP (arXiv 2407.01445) and DisCo-CLIP (arXiv 2304.08480), on real data and hardware, whatever came
 out. Each section is written by its command from its CSV file, where every row names the version, the hardware, the
-seed and the command. This page is put together by `python benchmarks/evidence/assemble.py`.
+seed and the command. This page is put together by `python benchmarks/evidence/assemble.py`; in the table that follows
+and in the section on what the figures say the words are written by hand, and the figures taken from the tables below.
 """
-SECTIONS = {
+SECTIONS = {  # title, command and rows; those without are written by hand
     "quality": ("Quality at equal budget", "quality.py", "runs.csv"),
     "why": ("Why they differ, or do not", "why.py", "why.csv"),
     "changes": ("What would change it", "changes.py", "runs.csv"),
+    "analysis": ("What the figures say", None, None),
     "components": ("The three components", "components.py", "runs.csv"),
     "batch_size": ("Small batch against large", "batch_size.py", "runs.csv"),
     "loss_over_ranks": ("Memory and time of the loss over ranks", "loss_over_ranks.py", "loss_over_ranks.csv"),
@@ -41,9 +44,12 @@ NOT_RUN = (
 
 def page(results: Path = table.RESULTS) -> str:
     """The whole text. What has not been measured is named as such."""
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION, words("summary", results)]
     for name, (title, command, rows) in SECTIONS.items():
         parts.append(f"## {title}\n")
+        if command is None:
+            parts.append(words(name, results))
+            continue
         written = results / f"{name}.md"
         if written.is_file():
             link = "../benchmarks/evidence/results"
@@ -54,15 +60,40 @@ def page(results: Path = table.RESULTS) -> str:
     return "\n".join(parts)
 
 
+def words(name: str, results: Path) -> str:
+    """A text by hand, with a cell of a table for each [[table;row;column]]; a row may be several leading cells."""
+    text = (HERE / f"{name}.md").read_text()
+    try:
+        return re.sub(r"\[\[(.+?)\]\]", lambda found: cell(results, *found[1].split(";")), text)
+    except FileNotFoundError as error:
+        return f"Not written yet: {Path(error.filename).name} is not there.\n"
+
+
+def cell(results: Path, name: str, *where: str) -> str:
+    """The first that there is in a table of a finding."""
+    *row, column = where
+    columns: list[str] = []
+    for line in (results / f"{name}.md").read_text().splitlines():
+        cells = [part.strip() for part in line.strip()[1:-1].split("|")] if line.startswith("|") else []
+        if not cells:
+            columns = []
+        elif not columns:
+            columns = cells
+        elif cells[: len(row)] == row and column in columns and (found := cells[columns.index(column)]):
+            return found
+    raise KeyError(f"{name}.md has no {column} of {', '.join(row)}")
+
+
 def headline(results: Path = table.RESULTS, steps: Path = ROOT / "benchmarks/results/step.csv") -> str:
     """For the README: one table, one plot, and what was not run. What is not measured yet is not in it."""
-    rows = table.rows(results / "quality.csv")
+    rows, race = table.rows(results / "quality.csv"), race_report.known(results / "wall_clock.csv")
+    seconds, verdict = _seconds(race), quality.verdict(rows)
     lines = [
-        *([quality.verdict(rows), ""] if quality.verdict(rows) else []),
+        *([f"{verdict} [Why](docs/results.md#what-the-figures-say).", ""] if verdict else []),
         "| | leanclip | open_clip | data and hardware |",
         "|---|---|---|---|",
         *_quality(rows),
-        *_seconds(table.rows(results / "wall_clock.csv")),
+        *seconds,
         *_step(table.rows(steps)),
         *_memory(table.rows(results / "loss_over_ranks.csv")),
         "",
@@ -71,8 +102,14 @@ def headline(results: Path = table.RESULTS, steps: Path = ROOT / "benchmarks/res
         if (results / plot).is_file():
             lines += [f"![{title}]({(results / plot).relative_to(ROOT)})", ""]
             break
-    missing = [title.lower() for name, (title, *_) in SECTIONS.items() if not (results / f"{name}.md").is_file()]
+    missing = [
+        title.lower()
+        for name, (title, command, _) in SECTIONS.items()
+        if command and not (results / f"{name}.md").is_file()
+    ]
     later = f"Not measured yet: {'; '.join(missing)}. " if missing else ""
+    if race and not seconds:
+        later += "Without a result so far: the race against open_clip's own trainer, whose timed runs did not learn. "
     return "\n".join([*lines, later + NOT_RUN])
 
 
@@ -104,20 +141,18 @@ def _seconds(rows: list[dict[str, str]]) -> list[str]:
     base = best.pop(race_report.BASE, None)
     if base is None:
         return []
-    target = base.final
     told = []
-    for name, curve in best.items():
-        at = curve.reaches(target)
-        told.append(
-            f"{name.removeprefix('leanclip ')} {'does not reach it' if at is None else f'{curve.seconds[at]:.0f} s'}"
-        )
-    at = base.reaches(target)
-    assert at is not None
-    first = rows[-1]
+    for name, line in best.items():
+        found = race_report.reached(line, base.final)
+        seconds = f"{race_report.spread(found.seconds)} s" if found.seconds else "not reached"
+        some = "" if len(found.seconds) in (0, found.runs) else f" ({len(found.seconds)} of {found.runs} runs)"
+        told.append(f"{name.removeprefix('leanclip ')}: {seconds}{some}")
+    own, first = race_report.reached(base, None), base.runs[0].rows[0]
+    seeds = f"{len(base.runs)} seeds" if len(base.runs) > 1 else "one seed"
     return [
-        f"| seconds from the start to open_clip's final recall | {', '.join(told)} | {base.seconds[at]:.0f} s,"
-        f" compiled | {int(first['samples']):,} captioned photographs of 64 px, batch {first['batch']}, as many"
-        f" trials for each, one seed, {first['device']} |"
+        f"| seconds from the start to open_clip's final recall | {'; '.join(told)} |"
+        f" {race_report.spread(own.seconds)} s, compiled | {int(first['samples']):,} captioned photographs of 64 px,"
+        f" batch {first['batch']}, as many trials for each, {seeds}, {first['device']} |"
     ]
 
 

@@ -8,6 +8,9 @@ The settings that quality.py chose at batch 128, but for the learning rate: thre
 its square root. The best on val is trained with three of the seeds of quality.py.
 """
 
+import math
+import statistics
+
 import chart
 import quality
 import stats
@@ -45,8 +48,33 @@ def paragraph(chosen: dict[tuple[str, int], list[Run]], found: Rows) -> str:
         "",
         "Three seeds; p is of Student's paired test, one by one, not corrected for their number. (edge): the best"
         " of the three learning rates was the lowest or the highest.",
+        *trend(chosen, found),
     ]
     return "\n".join(lines) + "\n"
+
+
+def trend(chosen: dict[tuple[str, int], list[Run]], found: Rows) -> list[str]:
+    """How the difference changes with the batch: of each seed the slope of a straight line over doublings."""
+    both = sorted({batch for _, batch in chosen if all((loss, batch) in chosen for loss in LOSSES)})
+    lines = []
+    for batches in (both, both[:-1]):
+        if len(batches) < 3:
+            continue
+        theirs, ours = (
+            [quality.values(chosen[loss, batch], found, "test_t2i10") for batch in batches] for loss in LOSSES
+        )
+        doublings = [math.log2(batch) for batch in batches]
+        slopes = [
+            statistics.linear_regression(doublings, [a - b for a, b in zip(mine, other, strict=True)]).slope
+            for mine, other in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True)
+        ]
+        slope = stats.paired(slopes, [0.0] * len(slopes))
+        lines.append(
+            f"| {batches[0]:,} to {batches[-1]:,} | {100 * slope.mean:+.2f} ± {100 * slope.deviation:.2f}"
+            f" | {slope.p:.4f} |"
+        )
+    said = "How the difference changes with the batch, by straight lines; looked at after the runs had been seen:"
+    return ["", said, "", "| batches | points a doubling | p |", "|---|---|---|", *lines] if lines else []
 
 
 def report(asked: Experiment) -> None:

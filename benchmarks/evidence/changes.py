@@ -33,7 +33,7 @@ def variants(best: dict[str, Run]) -> dict[tuple[str, str], Run]:
 
 def paragraph(chosen: dict[tuple[str, str], list[Run]], found: Rows) -> str:
     lines = [
-        f"| | {BASE} | seen | {OURS} | seen | difference | p |",
+        f"| | {BASE} | {BASE}, seen | {OURS} | {OURS}, seen | difference | p |",
         "|---|---|---|---|---|---|---|",
     ]
     first = next(iter(chosen))[0]

@@ -194,9 +194,11 @@ def mean_curve(asked: Experiment, runs: list[Run]) -> list[tuple[float, float]]:
 
 
 def draw(asked: Experiment, chosen: Spaces) -> list[Path]:
-    """Curves over samples seen and, where step_time.py has been run, over GPU seconds; a pair for each batch size."""
+    """Curves over samples seen and, where step_time.py has been run, over GPU seconds; a pair for each batch size.
+
+    A step takes what its fastest stretch says: a small model's wait for the host, and a busy host only adds."""
     times = {
-        (row["loss"], int(row["batch"])): float(row["ms"]) / 1e3
+        (row["loss"], int(row["batch"])): float(row["low_ms"]) / 1e3
         for row in table.rows(asked.results / "step_time.csv")
     }
     drawn = []

@@ -1,10 +1,12 @@
 """What the rows of wall_clock.py say, and whether they say it fairly: plot and paragraph.
 
-Of each trainer and loss the learning rate counts that had the best final recall in any of its runs, and at that rate
-the best run with the clock. The target is the final recall of open_clip's; the time of each is that of its first
-epoch at or above the target, so that a baseline which was good early is not charged for the rest. There is no
-comparison without such a run of open_clip's, or where it ended a point or more below another of its own; a line that
-has not tried the same learning rates as open_clip is not in it.
+Of each trainer, loss and length the learning rate counts that had the best final recall in any of its runs, and at
+that rate all runs with the clock, one or more for each seed. A run that ended three points or more below the best of
+its command with any seed, in this race or an earlier one on the same data, did not learn: it is counted and left out.
+The target is the mean of open_clip's final recalls. The seconds of each run are those until its first epoch at or
+above the target, for open_clip's at or above its own final recall, so that a baseline which was good early is not
+charged for the rest. A line that has not tried the same learning rates as open_clip is not compared, and nothing is
+without a run of open_clip's that had the clock and learned: then all that is written is what every run came to.
 """
 
 import itertools
@@ -20,8 +22,9 @@ import table
 from table import not_complete
 
 BASE = "open_clip infonce"
-NEAR = 0.01  # of recall, that runs of the same command may differ by
-SAME = ("batch", "epochs", "samples", "model")
+NEAR = 0.03  # of recall, that runs of the same command may differ by; seeds do by half a point
+SAME = ("batch", "samples", "model", "workers")
+EARLIER = ("second_race.csv", "third_race.csv")  # not the first, whose model was another
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,9 @@ class Curve:
 
     @property
     def name(self) -> str:
-        return f"{self.rows[0]['trainer']} {self.rows[0]['loss']}"
+        first = self.rows[0]
+        length = f", {first['epochs']} epochs" if first["trainer"] == "leanclip" else ""
+        return f"{first['trainer']} {first['loss']}{length}"
 
     @property
     def lr(self) -> float:
@@ -50,8 +55,8 @@ class Curve:
     def final(self) -> float:
         return self.recalls[-1]
 
-    def sound(self, others: "Sequence[Curve]") -> bool:
-        """Whether it ended about as well as others of the same command."""
+    def learned(self, others: "Sequence[Curve]") -> bool:
+        """Whether it ended about as well as others like it."""
         return self.final > max(other.final for other in others) - NEAR
 
     @property
@@ -78,11 +83,22 @@ class Curve:
 
     def reaches(self, target: float) -> int | None:
         """The first epoch, counted from 0, at or above the target."""
-        return next((at for at, recall in enumerate(self.recalls) if recall >= target), None)
+        return next((at for at, recall in enumerate(self.recalls) if recall > target - 1e-9), None)
+
+
+def known(output: Path) -> list[dict[str, str]]:
+    """The rows of this race, behind those of open_clip's in earlier ones."""
+    earlier = [
+        row | {"run": name, "alone": "False"}
+        for name in EARLIER
+        for row in table.rows(output.with_name(name))
+        if row["trainer"] == "open_clip"
+    ]
+    return [*earlier, *table.rows(output)]
 
 
 def curves(rows: Sequence[dict[str, str]]) -> list[Curve]:
-    """The runs on the newest data, of the newest length."""
+    """The runs on the newest data."""
     found: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         if all(row[name] == rows[-1][name] for name in SAME):
@@ -92,95 +108,179 @@ def curves(rows: Sequence[dict[str, str]]) -> list[Curve]:
 
 
 class Line(NamedTuple):
-    """A trainer with a loss."""
+    """A trainer with a loss and a length."""
 
-    best: Curve  # by final recall; of equals one with the clock
-    timed: Curve | None  # the best with the clock, at that learning rate
+    runs: list[Curve]  # with the clock, at the best learning rate, that learned
+    failed: list[Curve]  # likewise, but did not
     rates: tuple[float, ...]  # that were tried
 
     @property
-    def sound(self) -> bool:
-        return self.timed is not None and self.timed.sound([self.best])
+    def final(self) -> float:
+        return statistics.fmean(run.final for run in self.runs)
 
 
 def lines(runs: Sequence[Curve]) -> dict[str, Line]:
-    """By trainer and loss."""
+    """By name."""
     found = {}
     for name in dict.fromkeys(run.name for run in runs):
         own = [run for run in runs if run.name == name]
         best = max(own, key=lambda run: (run.final, run.alone))
-        timed = [run for run in own if run.alone and run.lr == best.lr]
-        timed = max(timed, key=lambda run: run.final) if timed else None
-        found[name] = Line(best, timed, tuple(sorted({run.lr for run in own})))
+        like = [run for run in own if run.lr == best.lr]
+        timed = [run for run in like if run.alone]
+        learned = [run for run in timed if run.learned(like)]
+        failed = [run for run in timed if not run.learned(like)]
+        found[name] = Line(learned, failed, tuple(sorted({run.lr for run in own})))
     return found
 
 
-def compared(rows: Sequence[dict[str, str]]) -> tuple[dict[str, Curve], list[str]]:
-    """The runs that are compared, open_clip's first, and what is missing. None, where there is nothing to compare."""
+def compared(rows: Sequence[dict[str, str]]) -> tuple[dict[str, Line], list[str]]:
+    """The lines that are compared, open_clip's first, and what is missing. No lines where nothing can be."""
     found = lines(curves(rows)) if rows else {}
     base = found.get(BASE)
-    if base is None or base.timed is None:
-        return {}, [f"{BASE}, with the clock at its best learning rate"]
-    if not base.sound:
-        ended = f"{base.timed.final:.1%} with the clock, {base.best.final:.1%} without"
-        return {}, [f"{BASE}, which ended at {ended} and must be run again"]
-    whole = {name: line.timed for name, line in found.items() if line.rates == base.rates and line.sound}
+    if base is None or not base.runs:
+        failed = [f"{run.final:.1%}" for run in base.failed] if base else []
+        why = f"; that at {', '.join(failed)} did not learn" if failed else ""
+        return {}, [f"{BASE}, with the clock at its best learning rate{why}"]
+    whole = [name for name, line in found.items() if line.rates == base.rates and line.runs]
     order = sorted(whole, key=lambda name: name != BASE)
-    return {name: curve for name in order if (curve := whole[name])}, [name for name in found if name not in whole]
+    return {name: found[name] for name in order}, [name for name in found if name not in whole]
+
+
+class Reached(NamedTuple):
+    """How a line came to the target: by those of its runs that did."""
+
+    runs: int
+    seconds: list[float]
+    steady: list[float]
+    epochs: list[int]
+
+
+def reached(line: Line, target: float | None) -> Reached:
+    """None: by each run its own final recall."""
+    pairs = [(run, run.reaches(run.final if target is None else target)) for run in line.runs]
+    there = [(run, at) for run, at in pairs if at is not None]
+    return Reached(
+        len(line.runs),
+        [run.seconds[at] for run, at in there],
+        [run.steady(at) for run, at in there],
+        [at + 1 for _, at in there],
+    )
+
+
+def all_runs(runs: Sequence[Curve]) -> list[str]:
+    """A table of what every run came to."""
+    found = [
+        "| | rate | recall after the first epoch | final recall | whole run, s | startup | an epoch | rows |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in sorted(runs, key=lambda run: (run.name != BASE, run.name, run.lr)):
+        times = f"{run.seconds[-1]:.1f} | {run.startup:.1f} | {run.epoch_seconds:.2f}" if run.alone else " |  | "
+        origin = run.rows[0]["run"] if run.rows[0]["run"] in EARLIER else "this race"
+        found.append(f"| {run.name} | {run.lr:g} | {run.recalls[0]:.1%} | {run.final:.1%} | {times} | {origin} |")
+    return found
 
 
 def write(output: Path) -> None:
-    """The plot and the paragraph beside the rows."""
-    rows = table.rows(output)
+    """The paragraph beside the rows, and where there is something to compare, the plot."""
+    rows = known(output)
+    if not rows:
+        sys.exit(f"{output} is empty")
     best, missing = compared(rows)
-    if not best:
-        sys.exit(f"{output} is not complete: {'; '.join(missing)}")
-    base, first = best[BASE], rows[-1]
-    target, rates = base.final, lines(curves(rows))[BASE].rates
-    end = max(curve.seconds[-1] for curve in best.values())
-    series = {name: list(zip(curve.seconds, curve.recalls, strict=True)) for name, curve in best.items()}
+    plot = output.with_suffix(".svg")
+    if best:
+        draw(plot, best, rows[-1]["device"])
+        text = [*told(rows, best), not_complete(missing), f"![recall over seconds]({plot.name})", ""]
+    else:
+        plot.unlink(missing_ok=True)
+        text = [setting(rows), "", f"**No result yet.** Missing: {'; '.join(missing)}.", ""]
+    text += [
+        "All runs, with times where they were alone on the machine, in this race:",
+        "",
+        *all_runs(curves(rows)),
+        "",
+    ]
+    output.with_suffix(".md").write_text("\n".join(text))
+    print("\n".join(text))
+
+
+def setting(rows: Sequence[dict[str, str]]) -> str:
+    first = next(row for row in reversed(rows) if row["trainer"] == "open_clip" or row is rows[0])
+    return (
+        f"{int(first['samples']):,} samples an epoch, {first['epochs']} epochs of open_clip's, batch"
+        f" {first['batch']}, model {first['model']}, {first['workers']} workers, one {first['device']}. Seconds from"
+        " the start of the command; evaluations are left out on both sides."
+    )
+
+
+def draw(path: Path, best: dict[str, Line], device: str) -> None:
+    """Of each line the run that ended in the middle."""
+    target, series = best[BASE].final, {}
+    for name, line in best.items():
+        run = sorted(line.runs, key=lambda run: run.final)[(len(line.runs) - 1) // 2]
+        series[name] = list(zip(run.seconds, run.recalls, strict=True))
+    end = max(points[-1][0] for points in series.values())
     chart.draw(
-        output.with_suffix(".svg"),
+        path,
         series | {"open_clip's final recall": [(0.0, target), (end, target)]},
-        title=f"Held-out text-to-image recall@10 over seconds from the start ({first['device']})",
+        title=f"Held-out text-to-image recall@10 over seconds from the start ({device})",
         x_label="seconds, evaluations left out, compilation counted in",
         y_label="recall@10",
         dashed=["open_clip's final recall"],
     )
+
+
+def told(rows: Sequence[dict[str, str]], best: dict[str, Line]) -> list[str]:
+    """What was run, the table of the compared, and what came of it."""
+    base = best[BASE]
+    target, theirs = base.final, reached(base, None)
     text = [
-        f"{int(first['samples']):,} samples an epoch, {first['epochs']} epochs, batch {first['batch']}, model"
-        f" {first['model']}, {first['workers']} workers, one {first['device']}, one seed. Target: open_clip's final"
-        f" text-to-image recall@10, {target:.1%}. Seconds from the start of the command; evaluations are left out on"
-        f" both sides. Each line had the learning rates {', '.join(f'{rate:g}' for rate in rates)} to choose from."
-        " Averaged: the running average of the weights counts (`--ema`), which open_clip's trainer does not have.",
+        f"{setting(rows)} Target: the mean of open_clip's final text-to-image recalls@10, {target:.1%}. Each line had"
+        f" the learning rates {', '.join(f'{rate:g}' for rate in base.rates)} to choose from. Mean and deviation over"
+        " seeds; `reached by` counts the runs that are at the target after some epoch, and the seconds are theirs.",
         "",
-        "| | rate | final recall | reached after | seconds | of open_clip's | startup | compilation | an epoch"
-        " | seconds without startup and compilation | of open_clip's |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| | rate | final recall | reached by | after epoch | seconds | of open_clip's | startup | compilation"
+        " | an epoch | seconds without startup and compilation | of open_clip's |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    reached_base = base.reaches(target)
-    assert reached_base is not None
-    total_base = base.seconds[reached_base]
-    verdicts = [f"open_clip's whole run took {base.seconds[-1]:.1f} s."]
-    for name, curve in best.items():
-        at = curve.reaches(target)
-        reached = ["not reached", "", "", "", ""]
-        if at is not None:
-            total, steady = curve.seconds[at], curve.steady(at)
-            share, steady_share = total / total_base, steady / base.steady(reached_base)
-            reached = [f"epoch {at + 1}", f"{total:.1f}", f"{share:.2f}", f"{steady:.1f}", f"{steady_share:.2f}"]
-            if curve is not base:
-                held = "holds" if share <= 0.5 else "does not hold"
-                verdicts.append(
-                    f"{name}: at most half of open_clip's seconds {held} ({share:.2f};"
-                    f" {total / base.seconds[-1]:.2f} of its whole run)."
-                )
-        elif curve is not base:
-            verdicts.append(f"{name} does not reach open_clip's final recall.")
+    verdicts = []
+    for name, line in best.items():
+        found = theirs if line is base else reached(line, target)
+        finals = [run.final for run in line.runs]
+        cells = [f"{len(found.seconds)} of {found.runs}", "", "", "", "", ""]
+        if found.seconds:
+            share, steady = shared(found.seconds, theirs.seconds), shared(found.steady, theirs.steady)
+            epochs = ", ".join(map(str, sorted(set(found.epochs))))
+            cells[1:] = [epochs, spread(found.seconds), f"{share:.2f}", spread(found.steady), f"{steady:.2f}"]
+        if line is not base:
+            held = "does not hold: not all of its runs reach it"
+            if len(found.seconds) == found.runs:
+                share = shared(found.seconds, theirs.seconds)
+                held = f"{'holds' if share <= 0.5 else 'does not hold'} ({share:.2f})"
+            verdicts.append(f"{name}, at open_clip's final recall in at most half of its seconds: {held}.")
+        if line.failed:
+            ends = ", ".join(f"{run.final:.1%}" for run in line.failed)
+            verdicts.append(
+                f"{name}: {len(line.failed)} more with the clock did not learn ({ends}) and are left out."
+            )
+        apart = [
+            f"{statistics.fmean(values):.{digits}f}"
+            for values, digits in (
+                ([run.startup for run in line.runs], 1),
+                ([run.compile for run in line.runs], 1),
+                ([run.epoch_seconds for run in line.runs], 2),
+            )
+        ]
+        recall = spread([100 * final for final in finals]) + "%"
         text.append(
-            f"| {name} | {curve.lr:g} | {curve.final:.1%} | {' | '.join(reached[:3])} | {curve.startup:.1f}"
-            f" | {curve.compile:.1f} | {curve.epoch_seconds:.2f} | {' | '.join(reached[3:])} |"
+            f"| {name} | {line.runs[0].lr:g} | {recall} | {' | '.join(cells[:4])} | {' | '.join(apart)}"
+            f" | {' | '.join(cells[4:])} |"
         )
-    text += ["", *verdicts, not_complete(missing), f"![recall over seconds]({output.with_suffix('.svg').name})", ""]
-    output.with_suffix(".md").write_text("\n".join(text))
-    print("\n".join(text))
+    return [*text, "", *(f"- {verdict}" for verdict in verdicts)]
+
+
+def shared(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return statistics.fmean(ours) / statistics.fmean(theirs)
+
+
+def spread(values: Sequence[float]) -> str:
+    return f"{statistics.fmean(values):.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")

@@ -3,8 +3,9 @@
     python benchmarks/evidence/step_time.py --photos FOLDER   # on an idle GPU, about two minutes
     python benchmarks/evidence/step_time.py --quick           # tries the code, on a CPU too; nothing is kept
 
-The step is the one of runs.py, for the losses and batch sizes of quality.py, without evaluations: the median over
-stretches of steps that follow a warm-up. Rows go to step_time.csv; those that are there are not measured again.
+The step is the one of runs.py, for the losses and batch sizes of quality.py, without evaluations: the median, the
+fastest and the slowest of several stretches of steps that follow a warm-up. Rows go to step_time.csv; those that are
+there are not measured again.
 """
 
 import statistics

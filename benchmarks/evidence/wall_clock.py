@@ -6,15 +6,15 @@
 
 Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, warm-up, crops and
 precision, the same learning rates tried by both. The middle rate of each is run alone on the machine, with the clock;
-the others side by side, for their recall only; and then alone, too, those that were better. A run with the clock that
-ended a point or more below another of the same command is run again.
+the others side by side, for their recall only; and then the best of each alone, once for each seed. A run with the
+clock that did not learn is run again, the next time. --leanclip-epochs gives leanclip another length than
+open_clip's: what counts is the time until a recall is reached.
 
 open_clip runs its own command, `open_clip_train.main`, with --torchcompile, and evaluates after every epoch, as
 `leanclip train` does here, which decides by itself whether to compile. Every run starts with empty caches of compiled
 models and kernels; one with the clock also without an index of its shards. The bytecode of the packages is there, as
 an installation leaves it. An epoch of open_clip's is rounded up to as many whole batches for each worker, one of
-leanclip's down to whole batches. "Averaged" is leanclip with --ema, whose average of the weights is evaluated;
-open_clip's trainer has none.
+leanclip's down to whole batches.
 
 The clock starts with the process. Time inside evaluations is left out on both sides, but for what leanclip's first
 one, before the first step, takes longer than the others: that is start-up. Two parts are also shown apart: `startup`,
@@ -41,7 +41,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,6 @@ FIELDS = (
     "trainer_command", *table.PROVENANCE,
 )  # fmt: skip
 TOGETHER = 4  # runs side by side, each with as many loading processes as one alone
-AVERAGED, DECAY = ", averaged", 0.998  # over about the last 500 steps
 TINY = {
     "embed_dim": 32,
     "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
@@ -70,11 +69,15 @@ TINY = {
 @dataclass(frozen=True)
 class Trial:
     trainer: str  # "open_clip" or "leanclip"
-    loss: str  # of leanclip's with AVERAGED behind it: the average of its weights is evaluated
+    loss: str
     lr: float
+    seed: int
 
     def __str__(self) -> str:
-        return f"{self.trainer} {self.loss}, lr {self.lr:g}"
+        return f"{self.trainer} {self.loss}, lr {self.lr:g}, seed {self.seed}"
+
+    def epochs(self, arguments: argparse.Namespace) -> int:
+        return arguments.epochs if self.trainer == "open_clip" else arguments.leanclip_epochs or arguments.epochs
 
 
 @dataclass(frozen=True)
@@ -127,11 +130,12 @@ def prepare(folder: Path, arguments: argparse.Namespace, pixels: int) -> Data:
 
 def flags(trial: Trial, arguments: argparse.Namespace, data: Data, logs: Path) -> list[str]:
     cuda = torch.cuda.is_available()
-    steps = data.samples // arguments.batch * arguments.epochs
+    epochs = trial.epochs(arguments)
+    steps = data.samples // arguments.batch * epochs
     common = {
         "train-data": "::".join(map(str, data.train)), "val-data": data.val, "batch-size": arguments.batch,
-        "epochs": arguments.epochs, "lr": trial.lr, "wd": arguments.wd, "warmup": max(1, steps // 10),
-        "beta1": 0.9, "beta2": 0.98, "workers": arguments.workers, "seed": arguments.seed,
+        "epochs": epochs, "lr": trial.lr, "wd": arguments.wd, "warmup": max(1, steps // 10),
+        "beta1": 0.9, "beta2": 0.98, "workers": arguments.workers, "seed": trial.seed,
         "precision": "amp_bf16" if cuda else "fp32", "logs": logs, "name": "run", "val-frequency": 1,
         "device": "cuda" if cuda else "cpu", "grad-clip-norm": 1.0,
     }  # fmt: skip
@@ -140,8 +144,7 @@ def flags(trial: Trial, arguments: argparse.Namespace, data: Data, logs: Path) -
         switches = ["--torchcompile"] if arguments.compile else []
         switches += ["--aug-cfg", f"scale=({arguments.crop},1.0)"]
     else:
-        own = {"loss": trial.loss.removesuffix(AVERAGED), "eps-opt": 1e-6, "save-every": 0, "report-to": "none"}
-        own |= {"ema": DECAY} if trial.loss.endswith(AVERAGED) else {}
+        own = {"loss": trial.loss, "eps-opt": 1e-6, "save-every": 0, "report-to": "none"}
         own["compile"] = arguments.leanclip_compile if arguments.compile else "off"
         switches = ["--aug-scale", str(arguments.crop), "1.0"]
     named = [word for name, value in (common | own).items() for word in (f"--{name}", str(value))]
@@ -183,8 +186,8 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path, *
         evaluating += took
         found.append(
             {
-                "trainer": trial.trainer, "loss": trial.loss, "lr": trial.lr, "seed": arguments.seed,
-                "model": arguments.model.stem, "batch": arguments.batch, "epochs": arguments.epochs,
+                "trainer": trial.trainer, "loss": trial.loss, "lr": trial.lr, "seed": trial.seed,
+                "model": arguments.model.stem, "batch": arguments.batch, "epochs": trial.epochs(arguments),
                 "samples": data.samples, "workers": arguments.workers, "run": name, "alone": alone,
                 "epoch": round(end["epoch"]),
                 "seconds": round(seconds, 3) if alone else "",
@@ -231,9 +234,13 @@ def shown(trial: Trial, model: Path, given: list[str], data: Data) -> str:
 
 
 def trials(arguments: argparse.Namespace) -> tuple[list[Trial], list[Trial]]:
-    """Those with the middle learning rate, and the others."""
+    """Those with the middle learning rate, and the others, with the first seed."""
+    seed = arguments.seeds[0]
     found = [
-        [Trial("open_clip", "infonce", rate), *(Trial("leanclip", loss, rate) for loss in arguments.losses)]
+        [
+            Trial("open_clip", "infonce", rate, seed),
+            *(Trial("leanclip", loss, rate, seed) for loss in arguments.losses),
+        ]
         for rate in arguments.lr
     ]
     middle = found.pop(len(found) // 2)
@@ -256,17 +263,17 @@ class Race:
     def curves(self, *wanted: Trial) -> list[race_report.Curve]:
         """The whole runs of these trials that there are."""
         given = {self.command(trial) for trial in wanted}
-        rows = [row for row in table.rows(self.output) if row["trainer_command"] in given]
+        rows = [row for row in race_report.known(self.output) if row["trainer_command"] in given]
         found = race_report.curves([row for row in rows if int(row["samples"]) == self.data.samples])
-        return [curve for curve in found if int(curve.rows[-1]["epoch"]) == self.arguments.epochs]
+        return [curve for curve in found if curve.rows[-1]["epoch"] == curve.rows[-1]["epochs"]]
 
     def command(self, trial: Trial) -> str:
         return shown(trial, self.arguments.model, flags(trial, self.arguments, self.data, Path("logs")), self.data)
 
     def alone(self, trial: Trial) -> None:
-        """With the clock, unless such a run is there that ended about as well as others of it."""
-        known = self.curves(trial)
-        if any(curve.alone and curve.sound(known) for curve in known):
+        """With the clock, unless such a run is there that learned."""
+        like = self.curves(*(replace(trial, seed=seed) for seed in self.arguments.seeds))
+        if any(curve.alone and curve.learned(like) for curve in self.curves(trial)):
             print(f"{trial}: already there", flush=True)
             return
         if self.late(trial):
@@ -312,10 +319,16 @@ class Race:
                 table.append(self.output, FIELDS, row)
         return found[-1]
 
-    def better(self, wanted: list[Trial]) -> list[Trial]:
-        """By trainer and loss the one with the best final recall."""
-        best = {(line.best.name, line.best.lr) for line in race_report.lines(self.curves(*wanted)).values()}
-        return [trial for trial in wanted if (f"{trial.trainer} {trial.loss}", trial.lr) in best]
+    def best(self, wanted: list[Trial]) -> list[Trial]:
+        """By trainer and loss the one with the best final recall, with every seed."""
+        found = {}
+        for trial in wanted:
+            finals = [(curve.final, curve.alone) for curve in self.curves(trial)]
+            name = trial.trainer, trial.loss
+            if finals and (name not in found or max(finals) > found[name][0]):
+                found[name] = max(finals), trial
+        chosen = [trial for _, trial in found.values()]
+        return [replace(trial, seed=seed) for seed in self.arguments.seeds for trial in chosen]
 
 
 def measure(arguments: argparse.Namespace, output: Path) -> int:
@@ -332,7 +345,7 @@ def measure(arguments: argparse.Namespace, output: Path) -> int:
         if arguments.only != "alone":
             race.together(others)
         if arguments.only != "search":
-            for trial in race.better([*middle, *others]):
+            for trial in race.best([*middle, *others]):
                 race.alone(trial)
     return race.failed
 
@@ -345,13 +358,12 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--lr", type=float, nargs="+", default=[2.5e-4, 5e-4, 1e-3], help="each is tried by everyone")
-    parser.add_argument(
-        "--losses", nargs="+", default=["infonce", "fastclip-v3", "fastclip-v3" + AVERAGED], help="of leanclip"
-    )
+    parser.add_argument("--losses", nargs="+", default=["infonce", "fastclip-v3"], help="of leanclip")
+    parser.add_argument("--leanclip-epochs", type=int, help="where they are others than open_clip's --epochs")
     parser.add_argument("--wd", type=float, default=0.1)
     parser.add_argument("--crop", type=float, default=0.5, help="smallest share of an image that a random crop keeps")
     parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs with the clock")
     parser.add_argument("--samples", type=int, help="no more than this many")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--leanclip-compile", choices=("auto", "on", "off"), default="auto", help="auto: its default")
@@ -372,7 +384,7 @@ def main(given: list[str] | None = None) -> int:
             arguments.model.write_text(json.dumps(TINY))
             arguments.train, arguments.val = [str(EMOJI / "train-*.tar")], [str(EMOJI / "val-*.tar")]
             arguments.batch, arguments.epochs, arguments.lr, arguments.losses = 64, 2, [1e-3], ["infonce"]
-            arguments.workers, arguments.samples, arguments.compile = 1, 256, False
+            arguments.workers, arguments.samples, arguments.compile, arguments.seeds = 1, 256, False, [0]
             failed = measure(arguments, arguments.output)
             if not failed:
                 race_report.write(arguments.output)

@@ -90,23 +90,29 @@ def log_mean(exponents: Tensor) -> Tensor:
     return exponents.logsumexp(1) - exponents.isfinite().sum(1).clamp(min=1).log()
 
 
+def error(figures: dict[str, float], name: str) -> float:
+    """The root mean square of what bias and spread are of."""
+    return math.hypot(figures[f"{name}_bias"], figures[f"{name}_spread"])
+
+
 def paragraph(rows: list[dict[str, str]]) -> str:
     lines = [
-        "| samples seen | tau | seen / test recall@10 | a batch's log g: bias, spread | the estimate's: bias, spread"
-        " | negatives that count | share of the first 100 |",
-        "|---|---|---|---|---|---|---|",
+        "| samples seen | tau | seen / test recall@10 | a batch's log g: bias, spread | the batch is off by"
+        " | the estimate's: bias, spread | the estimate is off by | negatives that count | share of the first 100 |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         number = {name: float(row[name]) for name in (*MEASURED, *FIGURES)}
+        batch, estimate = (error(number, name) for name in ("batch", "estimate"))
         lines.append(
             f"| {number['samples']:,.0f} | {number['tau']:.3f}"
             f" | {100 * number['seen_t2i10']:.1f} / {100 * number['test_t2i10']:.1f}"
-            f" | {number['batch_bias']:+.2f}, {number['batch_spread']:.2f}"
-            f" | {number['estimate_bias']:+.2f}, {number['estimate_spread']:.2f}"
+            f" | {number['batch_bias']:+.2f}, {number['batch_spread']:.2f} | {batch:.2f}"
+            f" | {number['estimate_bias']:+.2f}, {number['estimate_spread']:.2f} | {estimate:.2f}"
             f" | {number['effective_negatives']:,.0f} | {100 * number['share_of_first_100']:.0f}% |"
         )
     last = {name: float(rows[-1][name]) for name in FIGURES}
-    errors = {name: math.hypot(last[f"{name}_bias"], last[f"{name}_spread"]) for name in ("estimate", "batch")}
+    errors = {name: error(last, name) for name in ("estimate", "batch")}
     better = "better" if errors["estimate"] < errors["batch"] else "no better"
     note = (
         f"log g in nats, of {ANCHORS:,} samples against all others, over {VIEWS} views; one run of fastclip-v3, seed"

@@ -13,7 +13,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
-import assemble
 import batch_size
 import changes
 import components
@@ -27,7 +26,6 @@ import stats
 import step_time
 import table
 import torch
-import wall_clock
 import why
 import workers
 
@@ -160,6 +158,33 @@ def test_a_change_is_compared_with_the_same_change(tmp_path):
         "as they were": "+5.00 ± 0.00", changes.LONGER: "-5.00 ± 0.00", changes.HEAVIER: "+15.00 ± 0.00",
         changes.FASTER: "+5.00 ± 0.00",
     }  # fmt: skip
+
+
+def test_the_trend_over_batches_is_the_slope_of_each_seed():
+    chosen, found = {}, {}
+    for batch, gaps in ((64, (-0.01, 0.0)), (128, (0.0, 0.0)), (256, (0.01, 0.0)), (512, (0.02, 0.0))):
+        for loss, more in (("infonce", (0.0, 0.0)), ("fastclip-v3", gaps)):
+            chosen[loss, batch] = runs.with_seeds(runs.Run(loss, batch, 5e-4, 0), 2)
+            found |= {run: {"test_t2i10": str(0.2 + gap)} for run, gap in zip(chosen[loss, batch], more, strict=True)}
+    lines = batch_size.trend(chosen, found)
+    assert lines[-2:] == ["| 64 to 512 | +0.50 ± 0.71 | 0.5000 |", "| 64 to 256 | +0.50 ± 0.71 | 0.5000 |"]
+    assert batch_size.trend({key: value for key, value in chosen.items() if key[1] < 256}, found) == []
+
+
+def test_what_is_compared_has_its_own_constant_form_or_the_first_rule():
+    assert components.base_of("own", "fastclip-v2") == "isogclr" and components.base_of("own", "sogclr") == "sogclr"
+    assert components.base_of("rule", "fastclip-v3") == "fastclip-v0"
+    assert components.base_of("gamma", "fastclip-v1, cosine") == "fastclip-v1, constant"
+    five = {
+        name: runs.with_seeds(runs.Run(name, 128, 5e-4, 0), 2) for name in ("sogclr", "fastclip-v1", "fastclip-v2")
+    }
+    found = {
+        run: {"test_t2i10": "0.2" if name == "sogclr" else "0.25"}
+        for name, several in five.items()
+        for run in several
+    }
+    gaps = components.gaps({("own", name): several for name, several in five.items()}, found, "own")
+    assert list(gaps) == ["fastclip-v1"] and gaps["fastclip-v1"].mean == pytest.approx(0.05)
 
 
 def test_what_is_not_complete_is_named():
@@ -431,43 +456,3 @@ def test_every_command_runs(command, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "fastclip-v3" in said and ("±" in said or "ms a step" in said or "is off by" in said)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_page_says_what_the_files_say():
-    """Figures are not edited by hand, and what was not measured is named."""
-    assert (EVIDENCE.parents[1] / "docs" / "results.md").read_text() == assemble.page()
-    readme = (EVIDENCE.parents[1] / "README.md").read_text()
-    assert assemble.with_headline(readme, assemble.headline()) == readme
-
-
-def test_the_headline_takes_its_figures_from_the_rows(tmp_path):
-    summary = dict.fromkeys(quality.SUMMARY, "") | {"batch": 128, "seeds": 5, "device": "a GPU"}
-    summary |= {"p": 0.0312, "gap_mean": 0.01, "gap_deviation": 0.002}
-    for loss, recall in (("infonce", 0.2), ("fastclip-v3", 0.2251)):
-        figures = {f"{metric}_{what}": recall for metric in quality.METRICS for what in ("mean", "deviation")}
-        table.append(tmp_path / "quality.csv", quality.SUMMARY, summary | figures | {"loss": loss})
-    empty = dict.fromkeys(wall_clock.FIELDS, "") | {"batch": 128, "epochs": 2, "samples": 500, "model": "small"}
-    for trainer, pace, recalls in (("open_clip", 50, (0.1, 0.2)), ("leanclip", 20, (0.2, 0.3))):
-        for epoch, recall in enumerate(recalls, 1):
-            row = {"trainer": trainer, "loss": "infonce", "lr": 1e-3, "seed": 0, "epoch": epoch, "device": "a GPU"}
-            row |= {"seconds": epoch * pace, "startup_seconds": 1, "alone": True}
-            row |= {"text_to_image_recall_at_10": recall, "image_to_text_recall_at_10": 0}
-            table.append(tmp_path / "wall_clock.csv", wall_clock.FIELDS, empty | row)
-    text = assemble.headline(tmp_path)
-    assert text.startswith("**At batch 128 fastclip-v3 beats infonce (+1.00 ± 0.20 points, p = 0.0312).**")
-    assert "| fastclip-v3 22.5 ± 22.5% | its loss, InfoNCE, in our trainer 20.0 ± 20.0% |" in text
-    assert "5 seeds, paired p = 0.031" in text
-    assert "| infonce 20 s | 100 s, compiled |" in text
-    assert "memory of the loss" not in text and "Not run: " in text
-    (tmp_path / "wall_clock.csv").unlink()
-    only = {"trainer": "leanclip", "loss": "infonce", "lr": 1e-3, "alone": False, "text_to_image_recall_at_10": 0.1}
-    table.append(tmp_path / "wall_clock.csv", wall_clock.FIELDS, empty | only)
-    assert "seconds from the start" not in assemble.headline(tmp_path)  # no baseline, no comparison
-    assert "Not measured yet: quality at equal budget; why" in text
-
-
-def test_a_missing_table_is_said_to_be_missing(tmp_path):
-    (tmp_path / "quality.md").write_text("| 1 |\n\n![curves](quality_128.svg)\n")
-    found = assemble.page(tmp_path)
-    assert "(../benchmarks/evidence/results/quality_128.svg)" in found
-    assert found.count("Not measured yet") == len(assemble.SECTIONS) - 1
