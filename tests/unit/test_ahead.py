@@ -83,7 +83,11 @@ def test_every_piece_runs_and_neither_weights_nor_random_numbers_change(name):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("family", ["clip", "a text tower of its own", "custom blocks", "average pooling"])
+LAUNCHING = {name: FAMILIES[name] for name in ("clip", "a text tower of its own", "custom blocks", "average pooling")}
+LAUNCHING["patch dropout"] = ({}, {"patch_dropout": 0.5}, {})
+
+
+@pytest.mark.parametrize("family", LAUNCHING)
 def test_what_is_rehearsed_is_what_the_model_launches(family, monkeypatch):
     """By all that a kernel is compiled for; with the GPU's kernels in place of the CPU's way."""
     launched = []
@@ -96,7 +100,7 @@ def test_what_is_rehearsed_is_what_the_model_launches(family, monkeypatch):
         assert gradient.shape == qkv[:, 0].shape
         return launch(qkv, tiles, rows, length, block)
 
-    model = model_of(*FAMILIES[family])
+    model = model_of(*LAUNCHING[family])
     monkeypatch.setattr(attention, "_kernel", lambda qkv: True)
     for module in (attention, ahead):
         monkeypatch.setattr(module, "short_attention", launch)

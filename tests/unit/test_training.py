@@ -10,6 +10,7 @@ import leanclip
 from browser import find_browser, inspect_page
 from leanclip.cli import main
 from leanclip.data.datasets import BUNDLED
+from leanclip.training import set_up
 
 
 def command(*arguments):
@@ -117,8 +118,13 @@ def test_a_run_is_evaluated_loaded_and_reported(tmp_path, capsys):
     assert len(page.charts) >= 4 and all(width > 0 and height > 0 for width, height in page.charts)
 
 
-def test_a_dry_run_says_what_would_happen_and_shows_a_batch(tmp_path, capsys):
+def test_a_dry_run_says_what_would_happen_and_shows_a_batch(tmp_path, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "leanclip.cli.train.set_up", lambda *given, **named: asked.append(named) or set_up(*given, **named)
+    )
     train(tmp_path, "dry", "--dry-run", "--workers", "0", "--loss", "fastclip-v2")
+    assert asked == [{"kernels": False}]  # none is launched, so a GPU's need not be compiled
     shown = capsys.readouterr().out
     for fact in ("1,830", "224 (14 an epoch, 22 of warm-up)", "leanclip-tiny", "per-sample state"):
         assert fact in shown

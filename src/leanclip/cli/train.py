@@ -98,7 +98,7 @@ def start(
     settings: TrainConfig, *, dry_run: bool, profiled: bool = False, alive: Callable[[], None], stop: Stopping
 ) -> str | None:
     """This process's part of a run: the first one speaks and writes. Says why it was stopped, if it was."""
-    job = set_up(settings)
+    job = set_up(settings, kernels=not dry_run)
     assert job.config.run.name is not None
     console = Console(soft_wrap=True, highlight=False, quiet=not job.ranks.first)
     directory = RunDirectory(Path(job.config.run.logs) / job.config.run.name)

@@ -24,12 +24,17 @@ def embed_images(visual: Any, images: Tensor, mean: Tensor, std: Tensor, *, reco
 
 def kept_patches(visual: Any, images: Tensor) -> Tensor | None:
     """The patches that patch dropout leaves, drawn on the device; None for all."""
-    share = getattr(visual.patch_dropout, "prob", 0.0)
-    if not visual.training or not share:
+    if not visual.training or not getattr(visual.patch_dropout, "prob", 0.0):
         return None
     high, wide = (size // patch for size, patch in zip(images.shape[2:], visual.conv1.kernel_size, strict=True))
     draw = torch.randn(len(images), high * wide, device=images.device)
-    return draw.topk(max(1, int(high * wide * (1 - share))), dim=-1).indices
+    return draw.topk(number_kept(visual, high * wide), dim=-1).indices
+
+
+def number_kept(visual: Any, patches: int) -> int:
+    """How many of so many patches a training step sees."""
+    share = getattr(visual.patch_dropout, "prob", 0.0)
+    return max(1, int(patches * (1 - share)))
 
 
 def patch_tokens(visual: Any, images: Tensor, mean: Tensor, std: Tensor, keep: Tensor | None) -> Tensor:

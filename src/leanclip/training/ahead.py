@@ -17,6 +17,7 @@ from torch import Tensor
 from leanclip.losses import ContrastiveLoss
 from leanclip.models import TwoTower
 from leanclip.models.text_length import Texts, text_tower
+from leanclip.models.towers import number_kept
 from leanclip.ops.attention import (
     FEW,
     LARGEST_TILE,
@@ -102,8 +103,8 @@ def _images(
 ) -> None:
     visual = model.clip.visual
     with autocast():
-        layer, length = visual.transformer.resblocks[0].attn, len(visual.positional_embedding)
-        direction(of_rows(_qkv(layer, device, 1, length)))
+        layer, patches = visual.transformer.resblocks[0].attn, len(visual.positional_embedding) - 1
+        direction(of_rows(_qkv(layer, device, 1, 1 + number_kept(visual, patches))))
 
 
 def _texts(

@@ -134,8 +134,8 @@ def _open_zero_shot(config: TrainConfig) -> tuple[tuple[LabelledSet, Prompts], .
     return tuple((each, prompts_for(each, run.templates)) for each in sets)
 
 
-def set_up(config: TrainConfig) -> Job:
-    """Build everything a run needs. Deterministic in the seed."""
+def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
+    """Build everything a run needs. Deterministic in the seed. `kernels`: compile a GPU's ahead of the first step."""
     ranks = Ranks.current()
     resume_from, warnings = _starting_point(config, ranks)
     saved = None if resume_from is None or resume_from.is_file() else SavedRun.open(resume_from)
@@ -177,8 +177,8 @@ def set_up(config: TrainConfig) -> Job:
     autocast = autocast_of(run.precision, device)
     twin = partial(loss_from_config, run.loss, config.loss, num_samples=2 * ENOUGH, implementation=run.implementation)
     precision = partial(autocast_of, run.precision, device)
-    alone = device.type == "cuda" and ranks.size == 1
-    ahead = Ahead(rehearsals(model, twin, batch=batch, autocast=precision, device=device) if alone else (), device)
+    early = kernels and device.type == "cuda" and ranks.size == 1
+    ahead = Ahead(rehearsals(model, twin, batch=batch, autocast=precision, device=device) if early else (), device)
     micro = config.parallel.micro_batch or fitting(config, samples=len(data.train.source), ranks=ranks, device=device)
     steps = total_steps(config, samples=len(data.train), batch=batch)
     compiled = compiles(config, model, ranks, device, steps)
