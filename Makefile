@@ -12,7 +12,7 @@ demo: $(READY) ## Train on the bundled emoji on CPU, evaluate, write the report
 	$(BIN)/leanclip report logs/demo
 
 test: $(READY_DEV) lint ## What CI runs
-	$(BIN)/pytest -q -n 2 --dist loadfile
+	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-all: $(READY_DEV) lint ## The same and the long jobs, with coverage
 	$(BIN)/pytest --cov --cov-report=term:skip-covered -q -m ""

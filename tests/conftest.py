@@ -4,6 +4,7 @@ import pytest
 import torch
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start; the fixture is for this one
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,10 @@ def uninterrupted(tmp_path_factory):
     ("kind", "size"),
     [
         ("all", 2),
+        ("one", 2),
         ("writing", 2),
         ("term", 3),
-        *(pytest.param(kind, size, marks=pytest.mark.slow) for kind, size in (("one", 2), ("usr1", 1), ("int", 2))),
+        *(pytest.param(kind, size, marks=pytest.mark.slow) for kind, size in (("usr1", 1), ("int", 2))),
     ],
     ids=lambda value: str(value),
 )

@@ -31,7 +31,7 @@ def read(logs):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        pytest.param((2, {}), (1, {}), marks=pytest.mark.slow),
+        ((2, {}), (1, {})),
         ((2, {"fsdp": True}), (3, {"micro_batch": 5})),
         ((1, {}), (2, {"fsdp": True})),
     ],
