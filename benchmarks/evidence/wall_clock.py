@@ -173,8 +173,12 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path, *
         raise RuntimeError(f"{trial} ended with code {done.returncode}:\n{(work / 'output').read_text()[-3000:]}")
     if alone:
         print("  " + last_word(work / "output"), flush=True)
+    name = uuid.uuid4().hex[:8]
+    if arguments.outputs:
+        arguments.outputs.mkdir(parents=True, exist_ok=True)
+        shutil.copy(work / "output", arguments.outputs / f"{name}.txt")
     shutil.rmtree(work)
-    found, evaluating, startup, name = [], 0.0, 0.0, uuid.uuid4().hex[:8]
+    found, evaluating, startup = [], 0.0, 0.0
     looks = list(zip(events[::2], events[1::2], strict=True))
     usual = statistics.median(end["at"] - begin["at"] for begin, end in looks if end["epoch"])
     for begin, end in looks:
@@ -372,6 +376,7 @@ def main(given: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", choices=("alone", "search"), help="with the clock, or side by side; else both")
     parser.add_argument("--output", type=Path, default=table.RESULTS / "wall_clock.csv")
+    parser.add_argument("--outputs", type=Path, help="a folder for what each trainer printed, by the name of its run")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--write", action="store_true", help="no run: the plot and the paragraph from the rows")
     arguments = parser.parse_args(given)

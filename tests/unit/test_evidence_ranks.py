@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -307,9 +308,12 @@ def test_wall_clock_begins_nothing_after_its_limit(running):
 def test_wall_clock_runs_both_trainers(tmp_path, capfd, monkeypatch):
     pytest.importorskip("webdataset")
     monkeypatch.chdir(tmp_path)
-    failed = wall_clock.main(["--quick"])
+    failed = wall_clock.main(["--quick", "--outputs", str(tmp_path / "said")])
     out, complaints = capfd.readouterr()
     assert failed == 0, complaints[-3000:]
+    said = [path.read_text() for path in (tmp_path / "said").iterdir()]
+    assert sorted("Train Epoch: 0" in text for text in said) == [False, True]  # ours, and open_clip's
+    shutil.rmtree(tmp_path / "said")
     assert "| open_clip infonce | 0.001 |" in out
     assert "| leanclip infonce, 2 epochs | 0.001 |" in out
     assert list(tmp_path.iterdir()) == []  # a quick run keeps nothing
