@@ -16,9 +16,19 @@ ROOT = HERE.parents[1]
 INTRODUCTION = """# What was measured
 
 The claims of FastCLIP (arXiv 2407.01445) and DisCo-CLIP (arXiv 2304.08480), on real data and hardware, whatever came
-out. Each section is written by its command from its CSV file, where every row names the version, the hardware, the
-seed and the command. This page is put together by `python benchmarks/evidence/assemble.py`; in the table that follows
-and in the section on what the figures say the words are written by hand, and the figures taken from the tables below.
+out. Each section is written by its command from the CSV file it names. A row there has the version, a hash of the
+sources, torch, the hardware, the date, the command and, where something is drawn, the seed; quality.csv and
+curves.csv name the rows of runs.csv that they belong to. The hashes 4e258e0d0099 and a2cc5f263e87 are of sources
+between two commits, so that code is not in the history as it ran. This page is put together by `python
+benchmarks/evidence/assemble.py`; in the table that follows and in the section on what the figures say the words are
+written by hand, and the figures taken from the tables below.
+
+How the models of the first sections were trained: a ViT of 4 layers and a text tower of 3, both 256 wide, from
+scratch on 32,023 photographs of 64 x 64 pixels with one to five captions each, 26,023 of COCO and the 6,000 of
+Flickr8k's train set, so that Flickr8k's test set is of the kind that was trained on. 16 epochs, whatever the batch.
+Each loss had six trials at batch 128 and three at larger ones, one seed each; the best on Flickr8k's val set was
+trained with other seeds, and a run counts by the one of its eight points that is best on val. The race has a section
+of its own.
 """
 SECTIONS = {  # title, command and rows; those without are written by hand
     "quality": ("Quality at equal budget", "quality.py", "runs.csv"),
@@ -109,7 +119,7 @@ def headline(results: Path = table.RESULTS, steps: Path = ROOT / "benchmarks/res
     ]
     later = f"Not measured yet: {'; '.join(missing)}. " if missing else ""
     if race and not seconds:
-        later += "Without a result so far: the race against open_clip's own trainer, whose timed runs did not learn. "
+        later += _earlier(race_report.earlier(results))
     return "\n".join([*lines, later + NOT_RUN])
 
 
@@ -154,6 +164,16 @@ def _seconds(rows: list[dict[str, str]]) -> list[str]:
         f" {race_report.spread(own.seconds)} s, compiled | {int(first['samples']):,} captioned photographs of 64 px,"
         f" batch {first['batch']}, as many trials for each, {seeds}, {first['device']} |"
     ]
+
+
+def _earlier(races: list[race_report.Earlier]) -> str:
+    """What is known of the race while it has no result."""
+    told = "Without a result: the race against open_clip's own trainer, whose timed runs did not learn this time. "
+    if known := [race for race in races if race.learned]:
+        share = known[-1].share
+        ended = "its recall was not reached" if share is None else f"leanclip took {share:.2f} of its seconds"
+        told = told.removesuffix(". ") + f"; in an earlier one, where one did, {ended}, and half was the aim. "
+    return told
 
 
 def _step(rows: list[dict[str, str]]) -> list[str]:

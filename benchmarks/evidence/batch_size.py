@@ -57,7 +57,7 @@ def trend(chosen: dict[tuple[str, int], list[Run]], found: Rows) -> list[str]:
     """How the difference changes with the batch: of each seed the slope of a straight line over doublings."""
     both = sorted({batch for _, batch in chosen if all((loss, batch) in chosen for loss in LOSSES)})
     lines = []
-    for batches in (both, both[:-1]):
+    for batches in (both, both[:-1], both[1:-1]):
         if len(batches) < 3:
             continue
         theirs, ours = (

@@ -14,6 +14,7 @@ Rows that are there already are not measured again.
 
 import argparse
 import gc
+import math
 import statistics
 import sys
 import tempfile
@@ -231,7 +232,47 @@ def verdicts(cells: dict[tuple[str, int, int], dict[str, str]]) -> list[str]:
                 f"Beside {NAMES.get(other, other)} at {batch:,} on {ranks}: leanclip {own:.2f} GiB and"
                 f" {own_ms:,.1f} ms, the other {theirs:.2f} GiB and {theirs_ms:,.1f} ms."
             )
-    return [" ".join(lines), ""] if lines else []
+    return [" ".join(lines), "", *reservations(cells)] if lines else []
+
+
+def reservations(cells: dict[tuple[str, int, int], dict[str, str]]) -> list[str]:
+    """Where leanclip is slower than a loss of others on as many ranks, and whose loss came out as another number."""
+    done = {key: row for key, row in cells.items() if row["status"] == "measured"}
+    fastest: dict[tuple[int, int], float] = {}
+    for (provider, batch, ranks), row in done.items():
+        if provider in NAMES:
+            fastest[batch, ranks] = min(float(row["ms"]), fastest.get((batch, ranks), math.inf))
+    slower = []
+    for name in ("leanclip infonce", "leanclip fastclip-v3"):
+        own = {(batch, ranks): float(row["ms"]) for (provider, batch, ranks), row in done.items() if provider == name}
+        places = [
+            f"{batch:,} on {ranks} ({own[batch, ranks]:.1f} against {other:.1f})"
+            for (batch, ranks), other in sorted(fastest.items())
+            if own.get((batch, ranks), 0.0) > other
+        ]
+        if places:
+            slower.append(f"{name} at {', '.join(places)}")
+    text = []
+    if slower:
+        text += [f"Slower than the fastest of the losses that keep a matrix, in ms: {'; '.join(slower)}.", ""]
+    wrong = sorted(
+        {key[0] for key, row in done.items() if another_loss(row, done.get(("leanclip infonce", *key[1:])))}
+    )
+    if wrong:
+        text += [
+            f"On several ranks the loss of {', '.join(wrong)} came out as another number than everybody's: it passes"
+            " embeddings from rank to rank, and from ranks that do not exist none arrive. It does the same work on"
+            " other numbers, so what is told of it there is time and memory alone; on one rank its loss agrees.",
+            "",
+        ]
+    return text
+
+
+def another_loss(row: dict[str, str], ours: dict[str, str] | None) -> bool:
+    """All but fastclip-v3's are InfoNCE, of the same embeddings."""
+    if ours is None or row["provider"].endswith("fastclip-v3"):
+        return False
+    return abs(float(row["loss"]) - float(ours["loss"])) > 0.01
 
 
 def write(output: Path) -> None:
@@ -246,7 +287,8 @@ def write(output: Path) -> None:
         f"One rank's share of the loss, forward and backward, {rows[-1]['device']}, {rows[-1]['dtype']}, d ="
         f" {rows[-1]['dim']}; the network is not in these times. At N = 1 local loss and DisCo-CLIP's split are the"
         " undivided loss. Memory is the loss alone: above 40 or 80 GiB it does not fit a card of that size, whatever"
-        " the model. Losses of others under autocast, as in their trainers.",
+        " the model. Losses of others under autocast, as in their trainers; DisCo-CLIP's split is written again here"
+        " after its paper, with the collectives of its published code.",
         "",
     ]  # fmt: skip
     text += verdicts(cells)

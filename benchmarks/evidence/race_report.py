@@ -25,6 +25,8 @@ BASE = "open_clip infonce"
 NEAR = 0.03  # of recall, that runs of the same command may differ by; seeds do by half a point
 SAME = ("batch", "samples", "model", "workers")
 EARLIER = ("second_race.csv", "third_race.csv")  # not the first, whose model was another
+RACES = ("first_race.csv", *EARLIER)
+OURS = "fastclip-v3"  # that ran in all of them
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,16 @@ class Curve:
     @property
     def alone(self) -> bool:
         return self.rows[0]["alone"] == "True"
+
+    @property
+    def timed(self) -> bool:
+        return self.rows[0]["seconds"] != ""
+
+    @property
+    def origin(self) -> str:
+        """The file it is in; rows without a run's name were taken over from the third race."""
+        run = self.rows[0]["run"]
+        return run if run in EARLIER else "wall_clock.csv" if run else "third_race.csv"
 
     @property
     def recalls(self) -> list[float]:
@@ -102,7 +114,7 @@ def curves(rows: Sequence[dict[str, str]]) -> list[Curve]:
     found: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         if all(row[name] == rows[-1][name] for name in SAME):
-            key = tuple(row[name] for name in ("trainer", "loss", "seed", "trainer_command", "run", "alone"))
+            key = tuple(row.get(name, "") for name in ("trainer", "loss", "seed", "trainer_command", "run", "alone"))
             found.setdefault(key, []).append(row)
     return [Curve(several) for several in found.values()]
 
@@ -174,10 +186,62 @@ def all_runs(runs: Sequence[Curve]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for run in sorted(runs, key=lambda run: (run.name != BASE, run.name, run.lr)):
-        times = f"{run.seconds[-1]:.1f} | {run.startup:.1f} | {run.epoch_seconds:.2f}" if run.alone else " |  | "
-        origin = run.rows[0]["run"] if run.rows[0]["run"] in EARLIER else "this race"
-        found.append(f"| {run.name} | {run.lr:g} | {run.recalls[0]:.1%} | {run.final:.1%} | {times} | {origin} |")
+        times = f"{run.seconds[-1]:.1f} | {run.startup:.1f} | {run.epoch_seconds:.2f}" if run.timed else " |  | "
+        found.append(f"| {run.name} | {run.lr:g} | {run.recalls[0]:.1%} | {run.final:.1%} | {times} | {run.origin} |")
     return found
+
+
+class Earlier(NamedTuple):
+    """What became of a race before this one: a run each, at one learning rate."""
+
+    name: str
+    theirs: Curve
+    ours: Curve
+    learned: bool  # open_clip's
+
+    @property
+    def share(self) -> float | None:
+        """Of open_clip's seconds; None where there is no target or it was not reached."""
+        at, mine = self.theirs.reaches(self.theirs.final), self.ours.reaches(self.theirs.final)
+        if not self.learned or at is None or mine is None:
+            return None
+        return self.ours.seconds[mine] / self.theirs.seconds[at]
+
+
+def earlier(folder: Path) -> list[Earlier]:
+    found = []
+    for name in RACES:
+        runs = [run for run in curves(table.rows(folder / name)) if run.timed]
+        theirs = [run for run in runs if run.rows[0]["trainer"] == "open_clip"]
+        ours = [run for run in runs if run.rows[0]["trainer"] == "leanclip" and run.rows[0]["loss"] == OURS]
+        if theirs and ours:
+            same = [race.theirs for race in found if race.name in EARLIER and name in EARLIER]
+            found.append(Earlier(name, theirs[0], ours[0], theirs[0].learned([theirs[0], *same])))
+    return found
+
+
+def told_of_earlier(races: Sequence[Earlier]) -> list[str]:
+    if not races:
+        return []
+    lines = [
+        f"| race | open_clip's final recall | at it after, s | leanclip {OURS}'s | at open_clip's after, s |"
+        " of open_clip's seconds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for race in races:
+        at, mine = race.theirs.reaches(race.theirs.final), race.ours.reaches(race.theirs.final)
+        assert at is not None
+        cells = ["", "", ""]
+        if race.learned:
+            reached_at = "not reached" if mine is None else f"{race.ours.seconds[mine]:.1f}"
+            cells = [f"{race.theirs.seconds[at]:.1f}", reached_at, "" if race.share is None else f"{race.share:.2f}"]
+        final = f"{race.theirs.final:.1%}" + ("" if race.learned else ", did not learn")
+        lines.append(f"| {race.name} | {final} | {cells[0]} | {race.ours.final:.1%} | {' | '.join(cells[1:])} |")
+    note = (
+        "Races before this one, of one run each at the learning rate of 0.0005: the first with a larger model (6 and"
+        " 4 layers), the others with this one. leanclip has been changed between them. The log tells of each."
+    )
+    return [note, "", *lines, ""]
 
 
 def write(output: Path) -> None:
@@ -194,10 +258,11 @@ def write(output: Path) -> None:
         plot.unlink(missing_ok=True)
         text = [setting(rows), "", f"**No result yet.** Missing: {'; '.join(missing)}.", ""]
     text += [
-        "All runs, with times where they were alone on the machine, in this race:",
+        "The runs that were looked at for this, with times where they were alone on the machine:",
         "",
         *all_runs(curves(rows)),
         "",
+        *told_of_earlier(earlier(output.parent)),
     ]
     output.with_suffix(".md").write_text("\n".join(text))
     print("\n".join(text))
@@ -207,8 +272,9 @@ def setting(rows: Sequence[dict[str, str]]) -> str:
     first = next(row for row in reversed(rows) if row["trainer"] == "open_clip" or row is rows[0])
     return (
         f"{int(first['samples']):,} samples an epoch, {first['epochs']} epochs of open_clip's, batch"
-        f" {first['batch']}, model {first['model']}, {first['workers']} workers, one {first['device']}. Seconds from"
-        " the start of the command; evaluations are left out on both sides."
+        f" {first['batch']}, model {first['model']}, {first['workers']} workers, one {first['device']}. Recall is"
+        " text-to-image recall@10 among the pictures of the val set, a caption each. Seconds from the start"
+        " of the command; evaluations are left out on both sides."
     )
 
 

@@ -149,7 +149,8 @@ def test_a_change_is_compared_with_the_same_change(tmp_path):
         return {run: row(recalls.get((run.loss, run.epochs, run.wd), 0.25) + run.seed / 1000) for run in wanted}
 
     def row(recall):
-        return {"val_t2i10": "0.5", "test_t2i10": str(recall), "seen_t2i10": "0.6"}
+        tests = {"test_t2i10": str(recall), "test_i2t10": str(recall / 2), "cifar10": "0.1"}
+        return {"val_t2i10": "0.5", "seen_t2i10": "0.6"} | tests
 
     changes.report(experiment.Experiment(finish, pytest.fail, tmp_path, "", 3, False))
     lines = (tmp_path / "changes.md").read_text().splitlines()
@@ -158,6 +159,24 @@ def test_a_change_is_compared_with_the_same_change(tmp_path):
         "as they were": "+5.00 ± 0.00", changes.LONGER: "-5.00 ± 0.00", changes.HEAVIER: "+15.00 ± 0.00",
         changes.FASTER: "+5.00 ± 0.00",
     }  # fmt: skip
+    assert lines[3].endswith(" | -2.50 ± 0.00 | +0.00 ± 0.00 |")  # image-to-text, CIFAR-10
+
+
+def test_the_last_points_are_told_too():
+    """By them another loss may differ from infonce beyond chance."""
+    chosen, found = {}, {}
+    noise = (0.001, -0.001, 0.0005, -0.0005, 0.0)
+    for loss, last in (("infonce", 0.3), ("fastclip-v3", 0.3), ("siglip", 0.2), ("sogclr", 0.3)):
+        chosen[loss, 128] = runs.with_seeds(runs.Run(loss, 128, 5e-4, 0), 5)
+        for number, run in enumerate(chosen[loss, 128]):
+            more = 0.0 if loss == "infonce" else noise[(number + len(loss)) % 5]
+            found[run] = {"last_test_t2i10": str(last + more), "test_t2i10": "0.3"}
+    told = quality.at_the_end(chosen, found)
+    assert (
+        "fastclip-v3 at 128 +0.00 ± 0.08, p = 1.0000; beyond chance, by Holm's p: siglip at 128 (-10.00, p = 0.0000)."
+        in told
+    )
+    assert "sogclr" not in told
 
 
 def test_the_trend_over_batches_is_the_slope_of_each_seed():
@@ -168,6 +187,8 @@ def test_the_trend_over_batches_is_the_slope_of_each_seed():
             found |= {run: {"test_t2i10": str(0.2 + gap)} for run, gap in zip(chosen[loss, batch], more, strict=True)}
     lines = batch_size.trend(chosen, found)
     assert lines[-2:] == ["| 64 to 512 | +0.50 ± 0.71 | 0.5000 |", "| 64 to 256 | +0.50 ± 0.71 | 0.5000 |"]
+    chosen |= {(loss, 1024): chosen[loss, 512] for loss in batch_size.LOSSES}
+    assert batch_size.trend(chosen, found)[-1].startswith("| 128 to 512 | ")  # without the smallest and the largest
     assert batch_size.trend({key: value for key, value in chosen.items() if key[1] < 256}, found) == []
 
 
