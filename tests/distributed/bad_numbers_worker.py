@@ -1,11 +1,13 @@
 """What one rank of the tests of bad numbers does: a short run in which some steps see images that are no numbers."""
 
 import itertools
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch._C._distributed_c10d import HashStore
 from training_worker import vit_file
 
 from leanclip.cli.train import prepare
@@ -16,10 +18,12 @@ from leanclip.distributed import whole
 from leanclip.training import RunDirectory, TrainConfig, set_up, train
 from leanclip.training.bad_steps import NotFiniteError
 from leanclip.training.config import ParallelConfig
+from leanclip.training.stopping import Stopping
 
 
-def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, **settings):
-    """Train; at the given global steps, as often as `times`, rank `on` gets one image that is no number.
+def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, stop_at=None, **settings):
+    """Train; at the given global steps, as often as `times`, rank `on` gets one image that is no number. A signal to
+    stop comes after so many steps as `stop_at` says.
 
     Returns the exit code and the message, all tensors at the end, and for every step taken whether it moved any.
     """
@@ -58,9 +62,16 @@ def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, **settings):
 
     history = [tensors()]
     said = (0, "")
+    stop = Stopping(HashStore())
+
+    def look():
+        history.append(tensors())
+        if len(history) - 1 == stop_at:
+            stop.signal = signal.SIGTERM
+
     TrainingLoader.epoch = poisoned
     try:
-        train(job, directory, Console(quiet=True), lambda: history.append(tensors()))
+        train(job, directory, Console(quiet=True), look, stop)
     except NotFiniteError as error:
         said = (error.exit_code, str(error))
     finally:

@@ -92,3 +92,10 @@ def test_without_a_checkpoint_it_stops_at_once(tmp_path):
     code, message = on_ranks(1, tmp_path, [2, 3], save_every=0)["said"]
     assert code == 4 and "no checkpoint to go back to" in message
     assert json.loads((tmp_path / "logs/run/diagnosis.json").read_text())["went_back_to"] is None
+
+
+def test_a_run_that_is_to_stop_does_so_though_it_goes_back(tmp_path):
+    """The signal comes at step 4, step 5 goes back to step 2: that one step more is taken, not three."""
+    on_ranks(1, tmp_path, [4, 5], times=1, save_every=2, stop_at=4)
+    last = tmp_path / "logs/run/checkpoints/last"
+    assert json.loads((last / "state.json").read_text())["position"]["step"] == 3

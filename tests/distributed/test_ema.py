@@ -2,6 +2,7 @@
 
 import torch
 from bad_numbers_worker import poisoned_with
+from ema_worker import embedded_around_an_evaluation
 from ranks_job import run_ranks
 
 from leanclip.distributed import Ranks
@@ -23,3 +24,10 @@ def test_split_weights_have_the_average_of_one_process_and_resume_on_it(tmp_path
     for name in averaged:
         assert torch.allclose(found[name], right[name], rtol=1e-8, atol=1e-10), name
     assert not torch.allclose(found["model clip.visual.conv1.weight"], found["ema visual.conv1.weight"])
+
+
+def test_an_evaluation_leaves_split_weights_as_they_were(tmp_path):
+    """FSDP2 keeps the outermost weights that it gathered, which inside an evaluation are the averages."""
+    for found in run_ranks(embedded_around_an_evaluation, 2, tmp_path):
+        assert not torch.allclose(found["inside"], found["right"])
+        assert torch.equal(found["after"], found["right"])

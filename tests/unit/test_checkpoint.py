@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from leanclip.config import override
 from leanclip.data.datasets import BUNDLED
 from leanclip.errors import STOPPED, UserError
 from leanclip.optim import set_learning_rate
-from leanclip.training import TrainConfig, set_up
-from leanclip.training.checkpoint import load_tensors_of, tidy
+from leanclip.training import RunDirectory, TrainConfig, set_up
+from leanclip.training.checkpoint import Checkpoints, Position, load_tensors_of, tidy
 from leanclip.training.resume import FREE, SAME, SavedRun, find_saved, settings
 from leanclip.training.stopping import Stopping
 from leanclip.training.storage import HASHES_FILE, DamagedError, verify
@@ -40,7 +41,7 @@ def arguments(folder, **changed):
     found = ["train"]
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")
-        found += [flag] if value is True else [flag, str(value)]
+        found += [flag] if value is True else [] if value is False else [flag, str(value)]
     return found
 
 
@@ -121,6 +122,22 @@ def test_auto_begins_anew_what_was_killed_before_its_first_checkpoint(run):
     shutil.rmtree(run / "logs/run/checkpoints")
     assert train(run, resume="auto", max_steps=3) == 0
     assert steps_of_metrics(run) == [1, 2, 3]
+
+
+def test_what_was_put_aside_stays_however_often_it_begins_anew(run):
+    checkpoints = run / "logs/run/checkpoints"
+    (checkpoints / "step_00000008").rename(run / "best")
+    shutil.rmtree(checkpoints)
+    checkpoints.mkdir()
+    (run / "best").rename(checkpoints / "best")
+    kept, directory = run / "logs/run/before-1/checkpoints/best", RunDirectory(run / "logs/run")
+    for _ in range(3):  # each is killed before its first checkpoint
+        directory.prepare(beginning=True)
+        assert (kept / "state.json").is_file()
+        directory.describe(name="run")
+        directory.metrics.touch()
+    directory.prepare(overwrite=True)
+    assert not kept.exists()
 
 
 def test_latest_wants_a_checkpoint_and_a_name(tmp_path, capsys):
@@ -332,6 +349,53 @@ def test_going_back_to_an_earlier_checkpoint_starts_another_future(run):
     assert steps_of_metrics(run) == list(range(1, 8))
 
 
+def test_nothing_that_was_set_aside_is_lost(run, capsys):
+    checkpoints = run / "logs/run/checkpoints"
+    shutil.copytree(checkpoints / "step_00000008", checkpoints / "best")
+    for best in ("aside_best", "aside_best_2"):
+        assert train(run, resume=checkpoints / "step_00000004", max_steps=6) == 0
+        assert f"{best} has the best weights so far" in capsys.readouterr().err
+    kept = [f"aside_{name}" for name in ("best", "best_2", "step_00000006", "step_00000006_2", "step_00000008")]
+    assert names(run) == [*kept, "best", "last", "step_00000004", "step_00000006"]
+    verify(checkpoints / "aside_step_00000006_2")
+
+
+def test_a_best_that_could_not_be_written_stays_lost_until_one_is(tmp_path, monkeypatch):
+    """However many other saves succeed, and in a resumed run as well."""
+    saves = Checkpoints(tmp_path, job_of(tmp_path).state, facts={}, tell=lambda _: None)
+    position = Position(step=1, epoch=0, epoch_step=1, samples=20, seconds=1.0, best=0.5)
+    with monkeypatch.context() as patched:
+        patched.setattr("leanclip.training.checkpoint._copy_model", lambda *_: 1 / 0)
+        saves.save(position, {}, best=True)
+        saves.finish()
+    assert saves.best_lost
+    saves.save(replace(position, step=2), {})
+    saved = saves.save(replace(position, step=3), {})
+    saves.finish()
+    assert saves.best_lost and json.loads((saved / "state.json").read_text())["position"]["best"] is None
+    saves.save(replace(position, step=4), {}, best=True)
+    saves.finish()
+    assert not saves.best_lost and (tmp_path / "best").is_dir()
+
+
+def test_what_another_run_is_writing_is_left_alone(run):
+    half = run / "logs/run/checkpoints/.step_00000010.tmp"
+    half.mkdir()
+    assert find_saved(str(run / "logs/run"), run / "logs/other")[0] is not None
+    assert half.is_dir()
+    find_saved("auto", run / "logs/run")
+    assert not half.exists()
+
+
+def test_a_temperature_that_is_not_taken_is_said_to_be(run, capsys):
+    assert train(run, resume="auto", max_steps=9, tau=0.02) == 0
+    assert "--tau 0.02 has no effect: a resumed run goes on with its own" in capsys.readouterr().out.replace(
+        "\n", " "
+    )
+    assert train(run, resume="auto", max_steps=10) == 0
+    assert "--tau" not in capsys.readouterr().out
+
+
 def test_a_damaged_newest_checkpoint_does_not_push_out_good_ones(run):
     (run / "logs/run/checkpoints/step_00000008/state.json").write_text("{}")
     assert train(run, resume="auto", max_steps=7, save_every=1, keep_last=1) == 0
@@ -373,6 +437,11 @@ def test_the_tables_are_reset_once(run):
     assert train(run, max_steps=11, **other) == 0
     after = load_tensors_of(run / "logs/run/checkpoints/step_00000011")
     assert after["loss.state.visited"] == 3 * 20
+    assert train(run, max_steps=12, **other) == 0
+    assert train(run, max_steps=13, **other | {"reset_loss_state": False}) == 0  # as torchrun starts it again
+    assert train(run, max_steps=14, **other) == 0
+    after = load_tensors_of(run / "logs/run/checkpoints/step_00000014")
+    assert after["loss.state.visited"] == 6 * 20
 
 
 @pytest.mark.parametrize(
@@ -429,3 +498,28 @@ def test_the_optimizers_state_comes_back(opt, tmp_path):
         assert torch.equal(found[name], value), name
     content = SavedRun.open(tmp_path / "logs/run/checkpoints/step_00000004").content
     assert content["values"] == json.loads(json.dumps(job.state.values()))
+
+
+def job_of(folder, **changed):
+    (folder / "tiny.json").write_text(json.dumps(TINY))
+    values = VALUES | {"model": str(folder / "tiny.json"), "logs": str(folder / "logs")} | changed
+    return set_up(override(TrainConfig(), values, "test"))
+
+
+def test_fp16_begins_with_its_own_scale_and_goes_on_with_it(run):
+    job = job_of(run, resume="latest", max_steps=20)  # a run of fp32
+    job.state.scale.grows, job.state.scale.value = True, 2.0**16  # that is fp16 from now on
+    saved = SavedRun.open(run / "logs/run/checkpoints/step_00000008")
+    saved.load(job.state, None, reset_loss=False)
+    assert job.state.scale.value == 2.0**16
+    saved.content["values"]["scale"] = {"value": 8.0, "good_steps": 3, "grows": True}
+    saved.load(job.state, None, reset_loss=False)
+    assert (job.state.scale.value, job.state.scale.good_steps) == (8.0, 3)
+
+
+def test_a_bias_that_a_checkpoint_does_not_have_is_not_zero(trained, tmp_path):
+    began = job_of(tmp_path, loss="siglip", pretrained=str(trained / "logs/run"))
+    assert began.config.loss.bias == -10.0
+    assert train(tmp_path, loss="siglip", max_steps=3) == 0
+    again = job_of(tmp_path, loss="siglip", pretrained=str(tmp_path / "logs/run"), name="again")
+    assert again.config.loss.bias != -10.0 and again.config.loss.bias == pytest.approx(-10.0, abs=0.5)

@@ -57,6 +57,14 @@ def test_each_process_has_its_device(monkeypatch):
     assert device_for(Launch(1, 2, 1, "torchrun"), "cpu") == "cpu"
 
 
+def test_one_process_alone_is_on_the_device_it_was_given(monkeypatch):
+    """Streams, events and graphs that name none are of the current one."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with joined(Launch(0, 1, 0, "alone"), torch.device("cuda:1"), timeout=1.0):
+        assert chosen == [torch.device("cuda:1")]
+
+
 def test_nobody_else_comes():
     launch = Launch(1, 2, 1, "torchrun", "127.0.0.1", 1)
     with (

@@ -18,7 +18,7 @@ from leanclip.errors import UserError
 from leanclip.losses import LossConfig
 from leanclip.recipes import load_recipe
 from leanclip.training import Job, RunDirectory, TrainConfig, describe, device_of, set_up, train
-from leanclip.training.checkpoint import set_aside, step_directories, tidy
+from leanclip.training.checkpoint import copy_best, set_aside, step_directories, tidy
 from leanclip.training.defaults import default_name
 from leanclip.training.preview import preview
 from leanclip.training.profile import profile, summary
@@ -144,8 +144,13 @@ def prepare(job: Job, directory: RunDirectory) -> None:
     run = job.config.run
     directory.prepare(overwrite=run.overwrite, beginning=run.resume == AUTO, resume_from=job.resume_from)
     tidy(directory.checkpoints)
-    for name in set_aside(directory.checkpoints, job.position.step):
-        print(f"leanclip: {name} is a checkpoint of what came after, and stays until you remove it", file=sys.stderr)
+    if names := set_aside(directory.checkpoints, job.position.step):
+        if best := copy_best(directory.checkpoints):
+            print(f"leanclip: {best} has the best weights so far; `best` may be overwritten", file=sys.stderr)
+        for name in names:
+            print(
+                f"leanclip: {name} is a checkpoint of what came after, and stays until you remove it", file=sys.stderr
+            )
     directory.describe(**describe(job, __version__), launch=launch_id())
     save_toml(repeatable(job.config), directory.config)
     if (manifest := job.data.train.source.manifest()) is not None:

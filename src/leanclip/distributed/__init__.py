@@ -2,7 +2,7 @@
 
 from leanclip.distributed.launch import Launch, device_for, joined, launch_id, launched, restarted, start_time
 from leanclip.distributed.ledger import LEDGER, Ledger, Traffic, traffic
-from leanclip.distributed.parallel import reducing, replicated, sharded, split_like, whole
+from leanclip.distributed.parallel import forget_gathered, reducing, replicated, sharded, split_like, whole
 from leanclip.distributed.ranks import Ranks, Rows, host_group
 from leanclip.distributed.watch import LOST, PROGRESS, Watch
 
@@ -17,6 +17,7 @@ __all__ = [
     "Traffic",
     "Watch",
     "device_for",
+    "forget_gathered",
     "host_group",
     "joined",
     "launch_id",

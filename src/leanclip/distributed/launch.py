@@ -97,11 +97,11 @@ def joined(launch: Launch, device: torch.device, *, timeout: float, always: bool
     Yields the watch over the others: a rank that dies or hangs ends this process too, within `timeout` seconds and
     with a message that names it.
     """
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
     if launch.size == 1 and not always:
         yield Watch(None, launch.rank, launch.size, timeout)
         return
-    if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)
     store: Store = HashStore()
     try:
         if launch.size > 1:

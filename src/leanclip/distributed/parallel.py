@@ -45,6 +45,13 @@ def sharded(model: nn.Module, ranks: Ranks, device: torch.device, *, methods: tu
     return model
 
 
+def forget_gathered(model: nn.Module) -> None:
+    """Before weights change that are split over ranks: FSDP2 keeps what it gathered of the outermost module."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The layers that a tower repeats: elements of one class in a list or sequence."""
     found: list[nn.Module] = []

@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,8 @@ class Checkpoints:
         began = time.monotonic()
         self.finish()
         self._tell_of_waiting(time.monotonic() - began)
+        if self.best_lost and not best:
+            position = replace(position, best=None)  # a resumed run has no such weights either
         wanted = self.state.tensors() if full else self.state.model_tensors()
         content = {"format": FORMAT, "position": asdict(position)} | dict(self.facts)
         name = step_name(position.step) if full else BEST
@@ -153,7 +155,8 @@ class Checkpoints:
             wait([writing], 1.0)
             PROGRESS.still_at_it()
         error = writing.exception()
-        self.best_lost = error is not None and (self.best_lost or self._of_best)
+        if self._of_best:
+            self.best_lost = error is not None
         if error is None or (isinstance(error, SaveError) and not self.stop_on_error):
             return
         if not isinstance(error, SaveError):
@@ -279,11 +282,22 @@ def set_aside(checkpoints: Path, after: int) -> list[str]:
     found = []
     for step, path in sorted(step_directories(checkpoints)):
         if step > after:
-            aside = path.with_name(f"aside_{path.name}")
-            remove(aside)
-            path.rename(aside)
-            found.append(aside.name)
+            found.append(path.rename(_aside(path)).name)
     return found
+
+
+def copy_best(checkpoints: Path) -> str | None:
+    """Keep the best weights of a future that was set aside: those of the new one come there. Returns their name."""
+    best = checkpoints / BEST
+    if not best.is_dir():
+        return None
+    return Path(shutil.copytree(best, _aside(best))).name
+
+
+def _aside(path: Path) -> Path:
+    """A name that nothing has yet."""
+    names = (f"aside_{path.name}", *(f"aside_{path.name}_{number}" for number in range(2, 1000)))
+    return next(aside for name in names if not (aside := path.with_name(name)).exists())
 
 
 def remove(path: Path) -> None:

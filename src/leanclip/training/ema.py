@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from leanclip.distributed import forget_gathered
 from leanclip.models import TwoTower
 
 RISE = 9  # the decay after n updates is at most (1 + n) / (1 + n + RISE)
@@ -25,7 +26,7 @@ class WeightEMA:
     """
 
     def __init__(self, model: TwoTower, decay: float) -> None:
-        self.decay, self.updates = decay, 0
+        self.decay, self.updates, self._model = decay, 0, model
         self._parameters = {name: p for name, p in model.clip.named_parameters() if p.requires_grad}
         self.averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         """By open_clip's names, split over the ranks as the weights are."""
@@ -55,6 +56,7 @@ class WeightEMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        forget_gathered(self._model)
         for parameter, average in zip(_own(self._parameters), _own(self.averages), strict=True):
             kept = parameter.clone()
             parameter.copy_(average)

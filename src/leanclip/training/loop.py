@@ -138,6 +138,7 @@ class _Trainer:
             tell=progress.print,
         )
         self.start_at(position)
+        self.taken = 0  # steps by this process: a run that goes back to a checkpoint repeats their numbers
         self.bad_steps = BadSteps(run.max_bad_steps)
         self.went_back_to: Path | None = None
         self.sent: Traffic | None = None
@@ -190,7 +191,7 @@ class _Trainer:
                 evaluated = finished or (run.eval_every and self.step % run.eval_every == 0)
                 best = self.evaluate() if evaluated else False
                 self.alive()
-                stopped = None if finished else self.stop.after(self.step)
+                stopped = None if finished else self.stop.after(self.taken)
                 due = run.save_every and self.step % run.save_every == 0
                 full = finished or stopped or (due and not self.bad_steps.in_a_row)  # what may be broken is not kept
                 if full or best:
@@ -244,6 +245,7 @@ class _Trainer:
         self.skipped += result.skipped
         if job.ema is not None and not result.skipped:
             job.ema.update()
+        self.taken += 1
         self.step += 1
         self.epoch_step += 1
         self.samples += job.loader.batch

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from leanclip.data import Manifest, check_manifest
 from leanclip.errors import UserError
+from leanclip.losses import LossConfig
 from leanclip.training.checkpoint import FORMAT, STATE_FILE, TENSORS, Position, step_directories, tidy
 from leanclip.training.config import TrainConfig
 from leanclip.training.state import RunState
@@ -27,6 +28,7 @@ FREE = (  # how it is run and looked at, not what it computes
     "wandb_project_name", "wandb_notes", "zero_shot", "imagenet_val", "imagenet_v2", "templates", "resume",
     "reset_loss_state", "overwrite", "train_data", "val_data", "pretrained", "batch_size", "micro_batch",
     "grad_checkpointing", "fsdp", "dist_timeout", "train_num_samples", "data_size", "max_broken", "implementation",
+    "tau", "bias",
 )  # fmt: skip
 OF_THE_DATA = ("shuffle", "val_split", "train_data_upsampling_factors")  # new data may come with new ones
 OF_THE_LOSS = ("loss",)
@@ -83,6 +85,15 @@ class SavedRun:
             and self.content["samples"] == samples
             and self.content["manifest"] == json.loads(json.dumps(manifest))
         )
+
+    def without_effect(self, asked: LossConfig) -> list[str]:
+        """A line for each value that was given and that the run has its own of by now."""
+        pairs = [(name, getattr(asked, name), self.content["settings"].get(name)) for name in ("tau", "bias")]
+        return [
+            f"{_flag(name)} {value:g} has no effect: a resumed run goes on with its own"
+            for name, value, before in pairs
+            if value is not None and before is not None and value != before
+        ]
 
     def compare(
         self, config: TrainConfig, architecture: Mapping[str, Any], *, samples: int, reset_loss: bool
@@ -146,7 +157,8 @@ def find_saved(resume: str, run: Path) -> tuple[Path | None, list[str]]:
         return given.resolve(), []
     if not given.exists() and resume != AUTO:
         raise UserError(f"--resume {resume}: no such run or checkpoint: {given}")
-    tidy(given / "checkpoints")
+    if resume in (AUTO, LATEST):  # another run may be writing just now
+        tidy(given / "checkpoints")
     warnings = []
     for _, path in sorted(step_directories(given / "checkpoints"), reverse=True):
         try:

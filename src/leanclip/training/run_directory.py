@@ -89,7 +89,7 @@ class RunDirectory:
             raise UserError(f"cannot make {self.checkpoints} ({error.strerror}); give another --logs") from error
 
     def _clear(self, *, keep: bool) -> None:
-        """Remove what is inside. With `keep`, weights that were saved are put aside instead, however few."""
+        """Remove what is inside. With `keep`, weights that were saved are put aside, and stay there, however few."""
         if keep and self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
             number = next(n for n in itertools.count(1) if not (self.path / f"before-{n}").exists())
             aside = self.path / f"before-{number}"
@@ -99,6 +99,8 @@ class RunDirectory:
                     path.rename(aside / path.name)
             return
         for path in list(self.path.iterdir()):
+            if keep and path.name.startswith("before-"):
+                continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

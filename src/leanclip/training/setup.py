@@ -139,9 +139,12 @@ def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
     ranks = Ranks.current()
     resume_from, warnings = _starting_point(config, ranks)
     saved = None if resume_from is None or resume_from.is_file() else SavedRun.open(resume_from)
+    asked = config.loss
     config, data = resolve(_with_foreign_weights(config, resume_from), saved)
+    reset = config.run.reset_loss_state
     if saved is not None and saved.already_reset(config, data.train.source.manifest(), len(data.train.source)):
-        config = replace(config, run=replace(config.run, reset_loss_state=False))
+        reset = False
+        config = replace(config, run=replace(config.run, reset_loss_state=True))  # the next checkpoints know it, too
     zero_shot = _open_zero_shot(config)
     config = replace(
         config, run=replace(config.run, name=ranks.once(lambda: config.run.name))
@@ -161,13 +164,14 @@ def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
     model = build_towers(config, start)
     config = replace(config, loss=_starting_temperature(config, model))
     notes = [] if saved is None else saved.compare(
-        config, model.open_clip_config(), samples=len(data.train.source), reset_loss=run.reset_loss_state
+        config, model.open_clip_config(), samples=len(data.train.source), reset_loss=reset
     )  # fmt: skip
+    notes += [] if saved is None or reset else saved.without_effect(asked)
     try:
         loss = loss_from_config(
             run.loss,
             config.loss,
-            num_samples=len(data.train.source) if saved is None or run.reset_loss_state else saved.content["samples"],
+            num_samples=len(data.train.source) if saved is None or reset else saved.content["samples"],
             implementation=run.implementation,
         )
     except ValueError as error:
@@ -230,13 +234,13 @@ def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
     group = host_group(ranks)
     position = Position(step=0, epoch=0, epoch_step=0, samples=0, seconds=0.0, best=None)
     if saved is not None:
-        saved.load(state, group, reset_loss=run.reset_loss_state)
+        saved.load(state, group, reset_loss=reset)
         position = _with_own_best(saved, config)
         grown = len(data.train.source) > saved.content["samples"]  # by shards that were added since
-        if grown or run.reset_loss_state:  # as if the data had been there from the beginning
+        if grown or reset:  # as if the data had been there from the beginning
             epoch, epoch_step = divmod(position.step, loader.steps_per_epoch)
             position = replace(position, epoch=epoch, epoch_step=epoch_step)
-        if grown and not run.reset_loss_state and isinstance(loss, GlobalContrastiveLoss):
+        if grown and not reset and isinstance(loss, GlobalContrastiveLoss):
             loss.resize(len(data.train.source))
     elif resume_from is not None:
         position, taken = _go_on(resume_from, model, pieces, loader, position)
@@ -249,7 +253,7 @@ def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
         ranks=ranks, loader=loader, steps=steps, state=state, group=group, position=position,
         resume_from=resume_from, notes=(*(f"warning: {each}" for each in warnings), *notes), zero_shot=zero_shot,
         ema=ema, compiled=compiled,
-        same_loss=saved is None or (not run.reset_loss_state and len(data.train.source) == saved.content["samples"]),
+        same_loss=saved is None or (not reset and len(data.train.source) == saved.content["samples"]),
     )  # fmt: skip
 
 
@@ -349,6 +353,6 @@ def _starting_temperature(config: TrainConfig, model: TwoTower) -> LossConfig:
     defaults = spec_of(config.run.loss).defaults
     low, high = config.loss.tau_min or 0.0, config.loss.tau_max or math.inf
     found = LossConfig(tau=min(max(model.temperature(), low), high))
-    if defaults.bias is not None:
+    if defaults.bias is not None and model.bias():  # 0 is what a checkpoint without one is filled with
         found = replace(found, bias=model.bias())
     return config.loss.over(found.over(defaults))

@@ -56,7 +56,11 @@ class RunState:
                 "state": {name: values for name, values in state.items() if values},
                 "groups": [self._counted(group) for group in self.optimizer.param_groups],
             },
-            "scale": {"value": self.scale.value, "good_steps": self.scale.good_steps},
+            "scale": {
+                "value": self.scale.value,
+                "good_steps": self.scale.good_steps,
+                "grows": self.scale.grows,
+            },
             "ema": {"updates": 0 if self.ema is None else self.ema.updates},
         }
 
@@ -87,7 +91,7 @@ class RunState:
         elif self.ema is not None:
             self.ema.restart()
         self._load_optimizer(moments, values["optimizer"])
-        if self.scale.grows:
+        if self.scale.grows and values["scale"].get("grows", values["scale"]["value"] > 1):
             self.scale.value, self.scale.good_steps = values["scale"]["value"], values["scale"]["good_steps"]
         rank = Ranks.current().rank
         if (cpu := random.get(f"{RANDOM}cpu.{rank}")) is not None:

@@ -39,7 +39,9 @@ class Stopping:
         self._first: dict[int, float] = {}  # when each signal came first
 
     def after(self, step: int) -> str | None:
-        """Why the run ends after this step, if it does. All processes ask after every step and hear the same."""
+        """Why the run ends after this step, if it does. All processes ask after every step and hear the same.
+
+        Steps are counted as they are taken, so that one which is repeated has another number."""
         reason = self._reason()
         if self.store is None:
             return reason

@@ -115,8 +115,9 @@ def _launch(
     count = tokens // length if tiles is None else len(tiles) - 1
     if count == 0:
         return
-    kernel[(count, heads)](
-        *tensors, qkv if tiles is None else tiles, qkv if rows is None else rows, dim**-0.5,
-        HEADS=heads, DIM=dim, LENGTH=0 if tiles is not None else length, BLOCK=block,
-        num_warps=8 if block > 64 else 4, num_stages=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(qkv):
+        kernel[(count, heads)](
+            *tensors, qkv if tiles is None else tiles, qkv if rows is None else rows, dim**-0.5,
+            HEADS=heads, DIM=dim, LENGTH=0 if tiles is not None else length, BLOCK=block,
+            num_warps=8 if block > 64 else 4, num_stages=1,
+        )  # fmt: skip
