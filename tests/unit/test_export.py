@@ -237,3 +237,35 @@ def test_wrong_weights_are_not_written(tmp_path, capsys, monkeypatch):
     )
     assert "was not written: its embeddings differ from ours" in line
     assert not out.exists() and len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_export_stays_until_its_successor_is_complete(tmp_path, capsys, monkeypatch):
+    vit, resnet = checkpoint(tmp_path / "vit", VIT), checkpoint(tmp_path / "resnet", RESNET)
+    out, aside = tmp_path / "theirs", tmp_path / ".theirs.old"
+    over = ["--format", "transformers", "--overwrite"]
+    export(vit, out, *over)
+    (out / "mine.txt").write_text("old")
+    refused = ["export", str(resnet), str(out), *over]
+
+    def only_the_old_one():
+        there = sorted(path.name for path in tmp_path.iterdir())
+        return there == ["resnet", "theirs", "vit"] and (out / "mine.txt").is_file()
+
+    assert "is a ResNet" in complaint(refused, capsys)
+    assert only_the_old_one()
+    out.rename(aside)  # where a process was killed between the two renames
+    (tmp_path / ".theirs.tmp").mkdir()
+    (tmp_path / ".theirs.tmp" / "half.txt").write_text("half")
+    assert "is a ResNet" in complaint(refused, capsys)
+    assert only_the_old_one()
+
+    with monkeypatch.context() as patch:
+        rename = Path.rename
+        patch.setattr(Path, "rename", lambda path, to: rename(path, to) if path.name != ".theirs.tmp" else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            export(vit, out, *over)
+    assert only_the_old_one()
+
+    export(vit, out, *over)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["resnet", "theirs", "vit"]
+    assert (out / "config.json").is_file() and not (out / "mine.txt").exists()

@@ -20,7 +20,7 @@ TIERS = (
     ("evaluation",),
     ("losses", "optim", "data", "models"),
     ("distributed", "ops"),
-    ("errors",),
+    ("errors", "directories"),
 )
 RANK = {name: rank for rank, tier in enumerate(TIERS) for name in tier}
 ENTRY = ("__init__", "__main__")  # the public names and the command sit on top of everything

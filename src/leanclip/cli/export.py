@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -78,7 +77,6 @@ def _export(model: TwoTower, source: Path, out: Path, command: ExportCommand) ->
     if out.is_dir():
         if any(out.iterdir()) and not (out / "config.json").is_file():
             raise UserError(f"{out} is no model directory, so --overwrite leaves it alone; give another name")
-        shutil.rmtree(out)
     elif out.exists():
         raise UserError(f"{out} is a file; a transformers export is a directory")
     return export_transformers(model, out, lambda: model_card(model, _run_of(source), out.name))

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from leanclip.directories import put_back, remove, replace_directory
 from leanclip.errors import UserError
 from leanclip.models import transformers_clip
 from leanclip.models.two_tower import TwoTower, architecture_name, loading_options, model_from_file
@@ -60,20 +61,22 @@ def export_open_clip(model: TwoTower, out: Path) -> Exported:
 
 
 def export_transformers(model: TwoTower, out: Path, card: Callable[[], str]) -> Exported:
-    """A directory for `CLIPModel.from_pretrained` and `CLIPProcessor.from_pretrained`, with a model card."""
+    """A directory for `CLIPModel.from_pretrained` and `CLIPProcessor.from_pretrained`, with a model card.
+
+    A directory of that name stays until the new one is complete and compared.
+    """
     temporary = out.with_name(f".{out.name}.tmp")
+    remove(temporary)  # of a process that was killed
     _make(temporary)
     try:
         transformers_clip.save(model, temporary)
         again = transformers_clip.Loaded(temporary)
         difference = _difference(model, again.images, again.texts, str(out))
         (temporary / "README.md").write_text(card())
-        temporary.rename(out)
+        replace_directory(temporary, out)
     finally:
-        for left in temporary.glob("*"):
-            left.unlink()
-        if temporary.is_dir():
-            temporary.rmdir()
+        put_back(out)
+        remove(temporary)
     load = (
         "from transformers import CLIPModel, CLIPProcessor\n"
         f"model, processor = CLIPModel.from_pretrained({str(out)!r}), CLIPProcessor.from_pretrained({str(out)!r})"

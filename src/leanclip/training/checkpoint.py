@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from leanclip.directories import put_back, remove, replace_directory, sync
 from leanclip.distributed import PROGRESS, Ranks
 from leanclip.errors import UserError
 from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, with_temperature
@@ -34,7 +35,6 @@ from leanclip.training.storage import (
     Staging,
     StoredTensors,
     first_reason,
-    sync,
     write_hashes,
     write_safetensors,
     write_tensors,
@@ -213,9 +213,9 @@ class Checkpoints:
         else:
             (temporary / STATE_FILE).write_text(json.dumps(request.content))
         write_hashes(temporary, unlisted=tuple(request.beside))
-        _replace(temporary, self.directory / request.name)
+        replace_directory(temporary, self.directory / request.name)
         if request.best and request.content is not None:
-            _replace(self.directory / f".{BEST}.tmp", self.directory / BEST)
+            replace_directory(self.directory / f".{BEST}.tmp", self.directory / BEST)
         if request.content is not None:
             link = self.directory / f".{LAST}.tmp"
             link.unlink(missing_ok=True)
@@ -265,11 +265,7 @@ def step_directories(checkpoints: Path) -> list[tuple[int, Path]]:
 def tidy(checkpoints: Path) -> None:
     """Remove what a killed run left half written, and put back what it was about to replace."""
     for path in checkpoints.glob(".*.old"):
-        final = path.with_name(path.name[1:].removesuffix(".old"))
-        if final.exists():
-            remove(path)
-        else:
-            path.rename(final)
+        put_back(path.with_name(path.name[1:].removesuffix(".old")))
     for path in checkpoints.glob(".*.tmp"):
         remove(path)
 
@@ -300,14 +296,6 @@ def _aside(path: Path) -> Path:
     return next(aside for name in names if not (aside := path.with_name(name)).exists())
 
 
-def remove(path: Path) -> None:
-    """Whatever it is; nothing where there is nothing."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.is_dir():
-        shutil.rmtree(path)
-
-
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
@@ -325,17 +313,6 @@ def _copy_model(source: Path, target: Path, beside: Mapping[str, str]) -> None:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     write_hashes(target, unlisted=tuple(beside))
-
-
-def _replace(temporary: Path, final: Path) -> None:
-    """Give a directory its name; what had it is put aside first, since a full directory cannot be replaced."""
-    aside = final.with_name(f".{final.name}.old")
-    if final.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        final.rename(aside)
-    temporary.rename(final)
-    sync(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def load_tensors_of(directory: Path) -> dict[str, Tensor]:

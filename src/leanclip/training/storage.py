@@ -5,7 +5,6 @@ Every process writes what it has of each tensor, and reads what it needs, howeve
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from leanclip.directories import sync
 from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
 
@@ -211,15 +211,6 @@ def _compare(directory: Path, expected: Mapping[str, Any]) -> None:
             raise DamagedError(f"{directory} is damaged: {name} is missing")
         if _hash(path) != digest:
             raise DamagedError(f"{directory} is damaged: {name} is not what was written")
-
-
-def sync(path: Path) -> None:
-    """See that a file or directory is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _hash(path: Path) -> str:
