@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from shard_files import picture
 
 from leanclip.cli import COMMANDS, main
 from leanclip.data.datasets import BUNDLED
@@ -75,6 +76,17 @@ def test_resuming_a_directory_without_checkpoints(capsys, tmp_path):
     (tmp_path / "empty").mkdir()
     line = complaint(train("--resume", str(tmp_path / "empty")), capsys)
     assert "no checkpoint in" in line
+
+
+def test_the_best_metric_is_one_that_the_set_has(capsys, tmp_path):
+    for name in ("cat", "dog"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        (tmp_path / "pets" / name / "1.png").write_bytes(picture(1, kind="PNG"))
+    arguments = ["--zero-shot", str(tmp_path / "pets"), "--logs", str(tmp_path / "logs"), "--max-steps", "1"]
+    line = complaint(train("--best-metric", "pets/top5", "--warmup", "0", *arguments), capsys)
+    assert "unknown --best-metric 'pets/top5'" in line and "pets/top1, pets/mean_per_class_recall" in line
+    assert "emoji groups/top5" in line, "which has enough classes"
+    assert not (tmp_path / "logs").exists()
 
 
 def test_empty_data(capsys, tmp_path):

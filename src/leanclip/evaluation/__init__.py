@@ -5,11 +5,10 @@ from leanclip.evaluation.labelled import LabelledSet, bundled_groups, labelled_s
 from leanclip.evaluation.panel import hardest_negatives, retrieval_panel
 from leanclip.evaluation.prompts import Prompts, prompts_for
 from leanclip.evaluation.retrieval import RECALLS, retrieval_metrics
-from leanclip.evaluation.zero_shot import ZERO_SHOT_METRICS, Classified, ClassifierCache, classify, summary
+from leanclip.evaluation.zero_shot import Classified, ClassifierCache, classify, summary, zero_shot_metrics
 
 __all__ = [
     "RECALLS",
-    "ZERO_SHOT_METRICS",
     "Classified",
     "ClassifierCache",
     "Embedded",
@@ -26,4 +25,5 @@ __all__ = [
     "retrieval_metrics",
     "retrieval_panel",
     "summary",
+    "zero_shot_metrics",
 ]

@@ -27,8 +27,13 @@ from leanclip.evaluation.labelled import LabelledSet
 from leanclip.evaluation.prompts import Prompts
 from leanclip.models import TwoTower
 
-ZERO_SHOT_METRICS = ("top1", "top5", "mean_per_class_recall")
 ALL_SHOWN = 5  # with fewer classes every answer would be among the first five
+
+
+def zero_shot_metrics(labelled: LabelledSet) -> tuple[str, ...]:
+    """What can be measured on a set, by the names in `Classified.metrics`."""
+    always = ("top1", "mean_per_class_recall")
+    return (*always, "top5") if len(labelled.classnames) >= ALL_SHOWN else always
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +188,7 @@ def classify(
         name=labelled.name,
         classnames=labelled.classnames,
         confusion=confusion,
-        top5=float((place < 5).mean()) if size >= ALL_SHOWN else math.nan,
+        top5=float((place < 5).mean()) if "top5" in zero_shot_metrics(labelled) else math.nan,
         prompts=sum(map(len, prompts)),
         broken=len(labelled) - len(ids) + labelled.left_out,
         note=labelled.note,

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from leanclip.data import Datasets, Manifest, TrainingLoader, open_datasets, training_transform
 from leanclip.distributed import Ranks, host_group, replicated, sharded
 from leanclip.errors import UserError
-from leanclip.evaluation import RECALLS, ZERO_SHOT_METRICS, LabelledSet, Prompts, labelled_sets, prompts_for
+from leanclip.evaluation import RECALLS, LabelledSet, Prompts, labelled_sets, prompts_for, zero_shot_metrics
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.registry import spec_of
@@ -129,7 +129,7 @@ def _open_zero_shot(config: TrainConfig) -> tuple[tuple[LabelledSet, Prompts], .
         imagenet_v2=run.imagenet_v2,
         bundled=config.data.train_data is None and config.data.val_data is None,
     )
-    named = [f"{each.name}/{metric}" for each in sets for metric in ZERO_SHOT_METRICS]
+    named = [f"{each.name}/{metric}" for each in sets for metric in zero_shot_metrics(each)]
     _check_best_metric(run.best_metric, (*RECALLS, *named))
     return tuple((each, prompts_for(each, run.templates)) for each in sets)
 
