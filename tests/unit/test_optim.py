@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,28 @@ def test_optimizers_by_name_take_a_step_that_helps(name):
     if name == "sgdm":
         group = optimizer.param_groups[0]
         assert group["momentum"] == 0.9 and not group["nesterov"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "good"),
+    [
+        ("lr", [0.0, -1.0], [1e-9, 10.0]),
+        ("lr_floor", [-1.0], [0.0, 1.0]),
+        ("lr_cooldown_power", [0.0, -1.0], [0.5, 2.0]),
+        ("wd", [-1.0], [0.0, 10.0, None]),
+        ("beta1", [-0.1, 1.0, 1.5], [0.0, 0.999, None]),
+        ("beta2", [-0.1, 1.0, 1.5], [0.0, 0.999, None]),
+        ("eps_opt", [0.0, -1.0], [1e-14, 1.0, None]),
+        ("momentum", [-0.1, 1.0, 1.5], [0.0, 0.99]),
+        ("grad_clip_norm", [0.0, -1.0], [1e-3, 10.0, None]),
+    ],
+)
+def test_settings_outside_their_range_are_refused(name, bad, good):
+    for value in [*bad, math.nan, math.inf, -math.inf]:
+        with pytest.raises(ValueError, match=f"{name} is {value}; it must"):
+            OptimConfig(**{name: value})
+    for value in good:
+        assert getattr(OptimConfig(**{name: value}), name) == value
 
 
 def test_an_unknown_optimizer_names_the_nearest():

@@ -1,5 +1,6 @@
 """The optimizer's part of the configuration."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,15 +38,21 @@ class OptimConfig:
     """Scale gradients down to this norm."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "grad_clip_norm"):
+        for name in ("lr", "lr_cooldown_power", "eps_opt", "grad_clip_norm"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} is {value}; it must be positive")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be positive and finite")
+        for name in ("lr_floor", "wd"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be finite, 0 or more")
+        for name in ("beta1", "beta2", "momentum"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise ValueError(f"{name} is {value}; it must lie in [0, 1)")
         if (self.lr_scheduler == "const-cooldown") != (self.epochs_cooldown is not None):
             raise ValueError("--lr-scheduler const-cooldown and --epochs-cooldown go together; give both or neither")
         if self.epochs_cooldown is not None and self.epochs_cooldown < 1:
             raise ValueError(f"epochs_cooldown is {self.epochs_cooldown}; it must be at least 1")
-        if self.lr_cooldown_power <= 0:
-            raise ValueError(f"lr_cooldown_power is {self.lr_cooldown_power}; it must be positive")
         if self.warmup is not None and self.warmup < 0:
             raise ValueError(f"warmup is {self.warmup}; it must be 0 or more steps")
