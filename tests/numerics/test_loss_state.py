@@ -185,6 +185,7 @@ def test_the_state_travels_in_state_dict():
         (torch.arange(8) + 25, r"sample id 32 lies outside \[0, 30\)"),
         (torch.arange(8) - 1, r"sample id -1 lies outside"),
         (torch.arange(7), "7 ids for 8 embeddings"),
+        (torch.tensor(14.3), r"not torch.float32 of shape \(\); its temperature is its own: leave logit_scale out"),
         (torch.rand(8), "vector of integers"),
     ],
 )

@@ -34,6 +34,8 @@ def train(*arguments):
         (train("--model", "absent.json"), ["no such model config", "absent.json"]),
         (train("--loss", "infonse"), ["infonse", "did you mean infonce?", "fastclip-v3"]),
         (train("--modle", "RN50"), ["--modle", "did you mean --model?"]),
+        (train("--learning-rate", "3"), ["--learning-rate", "did you mean --lr?"]),
+        (train("--train-data", "pack.jsonl"), ["pack.jsonl is of no kind that is read", "CSV"]),
         (train("--precision", "bf32"), ["bf32", "amp_bf16", "fp32"]),
         (train("--epochs", "many"), ["--epochs", "many"]),
         (train("--epochs", "0"), ["epochs is 0", "at least 1"]),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from evaluation_sets import emoji, write_captions, write_classes
+from shard_files import write_shard
 
 import leanclip
 from leanclip.cli import main
@@ -132,3 +133,15 @@ def test_captions_are_not_classes(small_run, sets, capsys):
     (sets / "groups" / "dataset_type.txt").write_text("classification")
     assert evaluate(small_run, "--val-data", sets / "groups") == 2
     assert "give it to --zero-shot" in capsys.readouterr().err
+
+
+def test_captions_of_several_images_are_told(small_run, tmp_path, capsys):
+    """Each is right for one of them, so recall says little."""
+    files = {}
+    for number, (key, image, caption, _) in enumerate(emoji(12)):
+        files |= {f"{key}.jpg": image, f"{key}.txt": (b"a face" if number < 5 else caption.encode())}
+    write_shard(tmp_path / "shared.tar", files)
+    assert evaluate(small_run, "--val-data", tmp_path / "shared.tar") == 0
+    assert "5 of 12 captions of shared belong to more than one image" in capsys.readouterr().out
+    assert evaluate(small_run, "--val-data", BUNDLED / "val-000000.tar") == 0
+    assert "more than one image" not in capsys.readouterr().out

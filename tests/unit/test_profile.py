@@ -47,6 +47,12 @@ def test_phases_add_up(tmp_path, flags):
     assert torch.nn.utils.clip_grad_norm_.__module__.startswith("torch")
 
 
+def test_few_data_for_many_steps_are_no_reason_to_warn(tmp_path):
+    """A warning would be an error here; without a word on the epoch, the loss gives one."""
+    few = ["--train-data", "synthetic:64", "--model", "leanclip-tiny", "--logs", str(tmp_path)]
+    assert profile(set_up(parse_command([*FLAGS, *few]).settings), steps=6).steps == 6
+
+
 def test_the_command_prints_and_leaves_nothing(tmp_path, capsys):
     run([*FLAGS, "--logs", str(tmp_path), "--profile"])
     shown = capsys.readouterr().out

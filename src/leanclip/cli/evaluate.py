@@ -261,12 +261,11 @@ def retrieve(command: EvaluateCommand, model: TwoTower, name: str, subset: Subse
         metrics = retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text, advance=advance)
     return SetResult(
         name=name, kind="retrieval", metrics=metrics, details={"broken": embedded.broken},
-        notes=_left_out(name, embedded.broken),
+        notes=(*_left_out(name, embedded.broken), *([shared] if (shared := embedded.shared_captions(name)) else ())),
     )  # fmt: skip
 
 
 def _workers(command: EvaluateCommand, samples: int) -> int:
-
     if command.workers is not None:
         return command.workers
     return min(4, os.cpu_count() or 1) if samples > MANY_SAMPLES else 0

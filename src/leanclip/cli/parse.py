@@ -13,6 +13,17 @@ import tyro
 
 from leanclip.errors import UserError
 
+OTHER_NAMES = {  # what other programs call them
+    "--learning-rate": "--lr",
+    "--weight-decay": "--wd",
+    "--num-workers": "--workers",
+    "--num-epochs": "--epochs",
+    "--optimizer": "--opt",
+    "--warmup-steps": "--warmup",
+    "--output-dir": "--logs",
+    "--gradient-clipping": "--grad-clip-norm",
+    "--temperature": "--tau",
+}
 T = TypeVar("T")
 Positional = tyro.conf.Positional
 arg = tyro.conf.arg
@@ -34,7 +45,12 @@ def parse(kind: type[T], arguments: list[str], *, command: str, description: str
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise UserError(f"{one_line(complaint.getvalue())} (leanclip {command} --help lists the flags)") from None
+        said = one_line(complaint.getvalue())
+        if "did you mean" not in said and (
+            ours := next((OTHER_NAMES[a] for a in arguments if a in OTHER_NAMES), None)
+        ):
+            said = f"{said}; did you mean {ours}?"
+        raise UserError(f"{said} (leanclip {command} --help lists the flags)") from None
     except ValueError as error:
         raise UserError(str(error)) from error
 

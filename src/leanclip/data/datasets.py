@@ -100,8 +100,10 @@ def open_source(
             separator=config.csv_separator,
             manifest=manifest,
         )
-    if data.lower().endswith((".parquet", ".json", ".jsonl")):
+    if data.lower().endswith((".parquet", ".json")):
         raise UserError(f"{data} is not read directly; pack it first: leanclip data pack {data} OUT")
+    if data.lower().endswith(".jsonl"):
+        raise UserError(f"{data} is of no kind that is read; give tar shards, a CSV file, or a folder of either")
     if Path(data).is_dir() and not any(Path(data).glob("*.tar")):
         raise UserError(f"no *.tar in {data}; if it holds pictures, pack them first: leanclip data pack {data} OUT")
     return Shards(

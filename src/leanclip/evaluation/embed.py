@@ -23,6 +23,19 @@ class Embedded(NamedTuple):
     ids: list[int]  # of the images
     broken: int  # samples that could not be used
 
+    def shared_captions(self, name: str) -> str | None:
+        """A note where captions belong to several images: the others' count as wrong, and tie with the right one."""
+        owners: dict[str, set[int]] = {}
+        for caption, owner in zip(self.captions, self.image_of_text.tolist(), strict=True):
+            owners.setdefault(caption, set()).add(owner)
+        shared = sum(len(owners[caption]) > 1 for caption in self.captions)
+        if not shared:
+            return None
+        return (
+            f"{shared:,} of {len(self.captions):,} captions of {name} belong to more than one image, of which one"
+            " counts as right: recall cannot be high, image-to-text least of all; for classes use --zero-shot"
+        )
+
 
 @torch.no_grad()
 def embed(

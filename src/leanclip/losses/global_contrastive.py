@@ -131,6 +131,11 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             self._notice_forgotten_epoch(local.batch)
         given = [sample_ids] if text_ids is None else [sample_ids, text_ids]
         for ids in given:
+            if ids.ndim != 1 or ids.is_floating_point():
+                raise ValueError(
+                    f"{self.name} takes the ids of the samples, a vector of integers, as its third argument, not"
+                    f" {ids.dtype} of shape {tuple(ids.shape)}; its temperature is its own: leave logit_scale out"
+                )
             if len(ids) != len(local.image):
                 raise ValueError(f"{len(ids)} ids for {len(local.image)} embeddings")
             self.state.check(ids)

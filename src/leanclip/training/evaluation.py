@@ -25,6 +25,7 @@ class HeldOutData:
         tell: Callable[[str], None],
     ) -> None:
         self.job, self.directory, self.log, self.tell = job, directory, log, tell
+        self.told_of_captions = False
 
     def __call__(self, step: int, epoch: float) -> dict[str, float]:
         """The figures by name; none without anything to measure on. With an average, its weights are measured."""
@@ -42,6 +43,9 @@ class HeldOutData:
         embedded = embed(
             job.model, data, device=job.device, autocast=job.pieces.autocast, workers=self.workers_for(len(data))
         )
+        if not self.told_of_captions and (shared := embedded.shared_captions("the held-out data")):
+            self.tell(f"warning: {shared}")
+        self.told_of_captions = True
         metrics = dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text))
         if self.log is not None:
             self.write_down("val", metrics, step, epoch)

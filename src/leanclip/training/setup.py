@@ -167,6 +167,8 @@ def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
         config, model.open_clip_config(), samples=len(data.train.source), reset_loss=reset
     )  # fmt: skip
     notes += [] if saved is None or reset else saved.without_effect(asked)
+    if device.type == "cpu" and run.precision not in ("fp32", "fp64"):
+        notes.append(f"--precision {run.precision} is slower than fp32 on most CPUs: leave it out there")
     try:
         loss = loss_from_config(
             run.loss,
