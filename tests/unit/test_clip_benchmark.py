@@ -2,12 +2,17 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
+import time
 
 import pytest
 from evaluation_sets import emoji, write_captions, write_classes
 
 from leanclip.cli import main
+from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
+from leanclip.evaluation import suite
 from leanclip.evaluation.suite import suite_sets
 
 pytestmark = pytest.mark.skipif(
@@ -59,6 +64,26 @@ def test_what_its_data_may_be(tmp_path):
         suite_sets([str(tmp_path / "many" / "other")])
     with pytest.raises(UserError, match="--suite-data"):
         suite_sets([])
+
+
+def test_as_long_as_it_runs_this_process_is_at_work(monkeypatch):
+    monkeypatch.setattr(suite, "LOOK", 0.05)
+    before = PROGRESS.worked
+    code = "import sys, time; time.sleep(0.5); print('why', file=sys.stderr); sys.exit(4)"
+    done = suite._run([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (4, "why\n") and PROGRESS.worked >= before + 5
+
+
+def test_it_does_not_outlive_an_interruption(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "LOOK", 0.05)
+    monkeypatch.setattr(PROGRESS, "still_at_it", interrupted)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        suite._run([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert time.monotonic() - began < 30
 
 
 def test_its_failure_is_one_line(small_run, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """The index: what it finds in a tar, where it is kept, and when it is made anew."""
 
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -22,6 +23,7 @@ from leanclip.data.files import expand, stat_all
 from leanclip.data.index import FILE, open_index
 from leanclip.data.source import BrokenSample, Part
 from leanclip.data.tar import IMAGE, TXT, scan
+from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
 
 
@@ -227,6 +229,78 @@ def test_one_process_scans_while_others_wait(tmp_path, monkeypatch):
     for thread in threads:
         thread.join()
     assert found == [12] * 4 and len(scans) == 3
+
+
+def test_a_scan_that_is_killed_goes_on_where_it_was(tmp_path, monkeypatch):
+    for number in range(4):
+        write_shard(tmp_path / f"{number}.tar", sound(4, start=4 * number))
+    scans, once = [], index._scan_one
+
+    def killed(file):
+        if file.name == "2.tar":
+            raise KeyboardInterrupt
+        return once(file)
+
+    for name, value in {"SAVE_EVERY": 0, "SAVE_SHARE": math.inf, "THREADS": 1, "_scan_one": killed}.items():
+        monkeypatch.setattr(index, name, value)
+    with pytest.raises(KeyboardInterrupt):
+        Shards(str(tmp_path))
+    monkeypatch.setattr(index, "_scan_one", lambda file: (scans.append(file.name), once(file))[1])
+    assert len(Shards(str(tmp_path))) == 16 and scans == ["2.tar", "3.tar"]
+
+
+def test_an_index_is_saved_now_and_then(tmp_path, monkeypatch):
+    clock, saved = [0.0], []
+
+    def save(place, found):
+        saved.append(clock[0])
+        clock[0] += 6
+
+    monkeypatch.setattr(index, "_save", save)
+    monkeypatch.setattr(index.time, "monotonic", lambda: clock[0])
+    keep = index._Saving(tmp_path / FILE)
+    for _ in range(30):
+        clock[0] += 10
+        keep({})
+    assert saved == [30, 156, 282]  # between two lie 30 s, and 20 times as long as one takes
+
+
+def test_every_scanned_shard_is_a_sign_of_work(tmp_path):
+    for number in range(3):
+        write_shard(tmp_path / f"{number}.tar", sound(1, start=number))
+    files = stat_all(expand(str(tmp_path)), "")
+    before = PROGRESS.worked
+    open_index(files)
+    assert PROGRESS.worked >= before + 3
+
+
+def test_who_waits_for_a_scan_is_at_work_as_long_as_the_scan_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(index, "LOOK", 0.01)
+    place, looks = tmp_path / FILE, []
+
+    def wait():
+        with index._lock(place, "here"):
+            looks.append("done")
+
+    def worked_since(count):
+        deadline = time.monotonic() + 10
+        while PROGRESS.worked == count and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return PROGRESS.worked > count
+
+    before, waiting = PROGRESS.worked, threading.Thread(target=wait)
+    with index._lock(place, "here"):
+        waiting.start()
+        assert worked_since(before)
+        for _ in range(2):
+            before = PROGRESS.worked
+            time.sleep(0.1)
+            assert PROGRESS.worked == before  # who scans stands still: it may hang
+            index._Saving(place)({})
+            assert worked_since(before)
+        assert not looks
+    waiting.join()
+    assert looks
 
 
 def test_urls_are_read_by_position(tmp_path):

@@ -1,13 +1,18 @@
+import contextlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from leanclip.evaluation import retrieval_metrics
+from leanclip.data import DataConfig, open_datasets
+from leanclip.distributed import PROGRESS
+from leanclip.evaluation import embed, retrieval_metrics
 from leanclip.evaluation.retrieval import places
+from leanclip.inference import find_model, load_model
 
 
 def plain_recalls(images, texts, owner):
@@ -54,6 +59,20 @@ def test_ties_count_against():
     image_places, text_places = places(images, texts, torch.arange(4), tile=3)
     assert image_places.tolist() == [1, 3, 0, 0]
     assert text_places.tolist() == [0, 3, 0, 0]
+
+
+def test_every_batch_and_tile_is_a_sign_of_work(small_run):
+    """Else the watch over the ranks would take a long evaluation for a hang."""
+    data = open_datasets(DataConfig(), seed=0).val
+    assert data is not None
+    data = replace(data, ids=data.ids[:20])
+    model, cpu = load_model(find_model(small_run)), torch.device("cpu")
+    before = PROGRESS.worked
+    embedded = embed(model, data, device=cpu, autocast=contextlib.nullcontext(), batch=4)
+    assert PROGRESS.worked >= before + 5 + 5  # images and texts
+    before = PROGRESS.worked
+    places(embedded.images, embedded.texts, embedded.image_of_text, tile=5)
+    assert PROGRESS.worked == before + 4 + 16  # the right pairs, and all
 
 
 @pytest.mark.parametrize("tile", [7, None])

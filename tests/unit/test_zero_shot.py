@@ -11,6 +11,7 @@ from evaluation_sets import TEMPLATES, emoji, write_classes
 from shard_files import picture, write_shard
 
 import leanclip
+from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
 from leanclip.evaluation import (
     Classified,
@@ -73,6 +74,17 @@ def test_figures_equal_a_plain_computation(small_run, tmp_path, batch):
     assert found["confusion"] == expected.pop("confusion")
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert found["images"] == 60 and found["broken"] == 0 and found["prompts"] == 2 * len(groups)
+
+
+def test_every_batch_is_a_sign_of_work(small_run, tmp_path):
+    """Else the watch over the ranks would take a long evaluation for a hang."""
+    groups = write_classes(tmp_path / "groups", emoji(20))
+    before = PROGRESS.worked
+    labelled = open_labelled(str(tmp_path / "groups"))
+    assert PROGRESS.worked >= before + 2  # shards
+    before = PROGRESS.worked
+    classified(load_model(find_model(small_run)), labelled, batch=4)
+    assert PROGRESS.worked == before + 5 + -(-len(groups) * len(TEMPLATES) // 4)  # images and prompts
 
 
 def test_metrics_of_a_confusion():

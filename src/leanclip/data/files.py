@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import braceexpand
 import fsspec
 
+from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
 
 OPEN_FILES = 256  # per process; a data set may have more shards than a process may open files
@@ -59,6 +60,7 @@ def stat_all(paths: list[str], pattern: str) -> list[FileStat]:
             found.append(_stat_url(path, listed) if is_remote(path) else _stat_local(path))
         except OSError as error:
             raise UserError(f"no such file: {path} (from {pattern!r}, {_reason(error)}); give tar shards") from error
+        PROGRESS.still_at_it()
     return found
 
 

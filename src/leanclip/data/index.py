@@ -16,11 +16,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from rich.console import Console
@@ -28,6 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from leanclip.data.files import FileStat, OpenFiles, is_remote
 from leanclip.data.tar import COLUMNS, compression_of, scan
+from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
 
 FILE = ".leanclip-index"
@@ -37,6 +38,9 @@ WORTH_KEEPING = 256 << 20  # bytes of shards in a directory; less is scanned in 
 THREADS = 8  # they overlap waiting for storage, which is all there is to overlap
 REMOTE_CHUNK = 8 << 20  # a request costs more than the payload it would skip
 QUIET_SECONDS = 2.0
+SAVE_EVERY = 30.0  # seconds of scanning that a kill may cost
+SAVE_SHARE = 0.05  # of the time at most goes into that: a large index takes long to write
+LOOK = 0.5  # seconds between looks at whether another process has finished
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def _directory_index(directory: str, files: list[FileStat]) -> dict[str, Indexed
         return _scan_all(files)
     with _lock(place, directory):
         known = _load(place, files) or {}
-        fresh = _scan_all([file for file in files if file.path not in known])
+        fresh = _scan_all([file for file in files if file.path not in known], _Saving(place))
         if fresh:
             _save(place, fresh)
         return known | fresh | (_load(place, files) or {})
@@ -133,16 +137,54 @@ def _lock(place: Path, directory: str) -> Iterator[None]:
     """One process scans, the others wait for its result. The lock falls with the process that holds it."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # then several scan at once, and write the same file
-            file = stack.enter_context(place.with_name(place.name + ".lock").open("a"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            file = stack.enter_context(_lock_file(place).open("a"))
+            if not _locked(file):
                 print(f"waiting for another process that indexes {directory}", file=sys.stderr)
-                fcntl.flock(file, fcntl.LOCK_EX)
+                _wait_for(file)
         yield
 
 
-def _scan_all(files: list[FileStat]) -> dict[str, Indexed]:
+def _lock_file(place: Path) -> Path:
+    return place.with_name(place.name + ".lock")
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_for(file: IO[str]) -> None:
+    """Until the lock is free. This process counts as at work only while the one that holds it comes further."""
+    touched = 0
+    while not _locked(file):
+        if (now := os.fstat(file.fileno()).st_mtime_ns) != touched:
+            touched = now
+            PROGRESS.still_at_it()
+        time.sleep(LOOK)
+
+
+class _Saving:
+    """Keeps what a long scan has found so far, and shows those who wait for it that it goes on."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.due = place, time.monotonic() + SAVE_EVERY
+
+    def __call__(self, found: dict[str, Indexed]) -> None:
+        with contextlib.suppress(OSError):
+            _lock_file(self.place).touch()
+        if (began := time.monotonic()) >= self.due:
+            _save(self.place, found)
+            took = time.monotonic() - began
+            self.due = began + took + max(SAVE_EVERY, took / SAVE_SHARE)
+
+
+def _scan_all(
+    files: list[FileStat], keep: Callable[[dict[str, Indexed]], None] = lambda _: None
+) -> dict[str, Indexed]:
+    """The index of each file. `keep` is told after every one what was found so far."""
     found: dict[str, Indexed] = {}
     with _IndexingProgress(sum(file.size for file in files), len(files)) as progress:
         pool = ThreadPoolExecutor(THREADS)
@@ -150,6 +192,7 @@ def _scan_all(files: list[FileStat]) -> dict[str, Indexed]:
             for file, shard in zip(files, pool.map(_scan_one, files), strict=True):
                 found[file.path] = shard
                 progress.advance(file.size)
+                keep(found)
         finally:
             pool.shutdown(cancel_futures=True)
     return found
@@ -157,17 +200,19 @@ def _scan_all(files: list[FileStat]) -> dict[str, Indexed]:
 
 def _scan_one(file: FileStat) -> Indexed:
     reader = OpenFiles()
+
+    def read(offset: int, length: int) -> bytes:
+        content = reader.read(file, offset, length)
+        PROGRESS.still_at_it()  # here, for on a slow disk a single shard takes long
+        return content
+
     try:
-        start = reader.read(file, 0, 512)
+        start = read(0, 512)
         if command := compression_of(start):
             raise UserError(
                 f"{file.path} is compressed, and is not read by position; unpack it: {command} {file.path}"
             )
-        found = scan(
-            lambda offset, length: reader.read(file, offset, length),
-            file.size,
-            ahead=REMOTE_CHUNK if is_remote(file.path) else None,
-        )
+        found = scan(read, file.size, ahead=REMOTE_CHUNK if is_remote(file.path) else None)
     except OSError as error:
         raise UserError(f"cannot read {file.path} ({error.strerror or error})") from error
     finally:
@@ -250,6 +295,7 @@ def _save(place: Path, fresh: dict[str, Indexed]) -> None:
                 file.write(head + bytes(_padded(len(text)) - len(head)))
                 for rows in tables:
                     file.write(np.ascontiguousarray(rows).data)
+                    PROGRESS.still_at_it()
             Path(temporary).chmod(0o644)
             Path(temporary).replace(place)
         except BaseException:

@@ -13,6 +13,7 @@ from leanclip.data.packable import Packable, file_identity, read_image, whole_ca
 from leanclip.data.progress import progress_bar
 from leanclip.data.shards import Manifest
 from leanclip.data.source import BrokenSample
+from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
 
 SEPARATORS = ("\t", ",", ";", "|")
@@ -152,6 +153,7 @@ def _scan(path: Path, start: int, separator: str, progress: Callable[[int], None
                 checksum = zlib.crc32(line, checksum)
                 if position - reported >= REPORT_EVERY:
                     progress(position - reported)
+                    PROGRESS.still_at_it()
                     reported = position
                 yield _plain(line.decode("latin-1"))
         if begin < position:

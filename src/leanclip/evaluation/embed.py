@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leanclip.data import Subset, evaluation_batches, evaluation_transform
 from leanclip.data.loader import EvaluationBatch
-from leanclip.distributed import Ranks
+from leanclip.distributed import PROGRESS, Ranks
 from leanclip.errors import UserError
 from leanclip.models import TwoTower
 
@@ -65,6 +65,7 @@ def embed(
             own.captions.extend(found.captions)
             own.broken.extend(str(error) for error in found.broken)
             embedded.append(embed_images(model, found, device))
+            PROGRESS.still_at_it()
             advance((len(found.ids) + len(found.broken)) * ranks.size)
         everyones = ranks.everyones(own)
         ids, rows = _once_each(everyones, width=len(own_ids))
@@ -104,6 +105,7 @@ def embed_texts(
     for start in range(0, len(own), batch):
         tokens = model.tokenizer(own[start : start + batch])  # the model takes them to the device
         embedded.append(model.encode_text(tokens).to(wide_dtype(model)))
+        PROGRESS.still_at_it()
         advance(len(tokens) * ranks.size)
     everyones = _everybodys(ranks, torch.cat(embedded), width=len(own))
     return everyones[torch.tensor([numbers[text] for text in texts], device=device)]

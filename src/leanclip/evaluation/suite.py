@@ -1,5 +1,6 @@
 """CLIP_benchmark on our checkpoints: its own program, in a process of its own, one data set at a time."""
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -13,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from leanclip.distributed import Ranks
+from leanclip.distributed import PROGRESS, Ranks
 from leanclip.errors import UserError
 from leanclip.evaluation.held_out import TYPE_FILE
 from leanclip.evaluation.results import SetResult
@@ -21,6 +22,7 @@ from leanclip.evaluation.results import SetResult
 TASKS = {"retrieval": "zeroshot_retrieval", "classification": "zeroshot_classification"}
 OURS = {"acc1": "top1", "acc5": "top5", "image_retrieval_recall@": "text_to_image_recall@",
         "text_retrieval_recall@": "image_to_text_recall@"}  # fmt: skip
+LOOK = 0.5  # seconds between looks at whether it has finished
 
 
 class SuiteSet(NamedTuple):
@@ -114,15 +116,13 @@ def _run_one(
             "--recall_k", "1", "5", "10", "--batch_size", str(batch), "--num_workers", str(workers),
         ]  # fmt: skip
         command += ["--no_amp"] if precision == "fp32" else []
-        done = subprocess.run(
+        done = _run(
             command,
             cwd=folder,
             env=_weights_only(os.environ) | _visible(device),
             stdin=subprocess.DEVNULL,  # transformers would ask whether to run a repository's code
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE if quiet else None,
-            text=True,
-            check=False,
         )
         if done.returncode or not output.is_file():
             reason = [line for line in (done.stderr or "its message stands above").splitlines() if line.strip()]
@@ -135,6 +135,20 @@ def _run_one(
         by="clip_benchmark",
         details={"clip_benchmark": {"task": raw["task"], "metrics": _finite(raw["metrics"])}},
     )
+
+
+def _run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """As subprocess.run, and as long as the process runs this one is at work."""
+    with subprocess.Popen(command, text=True, **options) as process:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    output, said = process.communicate(timeout=LOOK)
+                    return subprocess.CompletedProcess(command, process.returncode, output, said)
+                PROGRESS.still_at_it()
+        except BaseException:
+            process.kill()
+            raise
 
 
 def _our_names(metrics: Mapping[str, float]) -> dict[str, float]:

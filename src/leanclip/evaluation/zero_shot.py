@@ -20,7 +20,7 @@ from torch import Tensor
 from leanclip.data import evaluation_batches, evaluation_transform
 from leanclip.data.index import cache_directory
 from leanclip.data.progress import progress_bar
-from leanclip.distributed import Ranks
+from leanclip.distributed import PROGRESS, Ranks
 from leanclip.errors import UserError
 from leanclip.evaluation.embed import embed_images, embed_texts, equal_share, wide_dtype
 from leanclip.evaluation.labelled import LabelledSet
@@ -174,6 +174,7 @@ def classify(
                 rows = np.stack([np.array(found.ids, np.int64), *(part.cpu().numpy() for part in answer)])
                 answers.append(rows)
                 broken += [str(error) for error in found.broken][: 1 - len(broken)]
+                PROGRESS.still_at_it()
                 advance((len(found.ids) + len(found.broken)) * ranks.size)
     model.train(was_training)
     everyones = ranks.everyones((np.concatenate(answers, axis=1), broken))
