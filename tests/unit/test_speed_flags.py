@@ -1,6 +1,9 @@
 """How fast a step runs is chosen by flags: what each means, and what it says."""
 
+import itertools
 import json
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ import torch
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.train import parse_command, run
 from leanclip.config import override
-from leanclip.data import Batch
+from leanclip.data import Batch, prefetch
 from leanclip.data.prefetch import on_device
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
@@ -102,6 +105,28 @@ def test_batches_arrive_in_order_and_errors_too():
     assert [int(next(arriving).images) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(UserError, match="the loader stops"):
         next(arriving)
+
+
+def test_an_epoch_is_left_when_its_last_batch_has_come(monkeypatch):
+    """However late: a thread that still read would take a batch of the next epoch. GPU and clock are made up."""
+    came, hours = [], itertools.count()
+
+    def batches():
+        for number in range(2):
+            time.sleep(0.3 * number)
+            came.append(number)
+            yield Batch(
+                images=torch.full((1, 1), number), tokens=torch.zeros(1, 2), sample_ids=torch.tensor([number])
+            )
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(prefetch, "_Sent", lambda batch, *_: SimpleNamespace(received=lambda: batch))
+    monkeypatch.setattr(time, "monotonic", lambda: 3600.0 * next(hours))
+    arriving = on_device(batches(), torch.device("cuda", 0))
+    assert int(next(arriving).images) == 0
+    arriving.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert came == [0, 1]
 
 
 def test_padded_and_true_length_runs_train_alike(tmp_path, capsys):

@@ -3,14 +3,11 @@
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Iterator
 
 import torch
 
 from leanclip.data.batch import Batch
-
-PATIENCE = 10.0  # seconds for the loader's last batch, when nobody wants it any more
 
 
 def on_device(batches: Iterator[Batch], device: torch.device, dtype: torch.dtype | None = None) -> Iterator[Batch]:
@@ -32,8 +29,9 @@ def on_device(batches: Iterator[Batch], device: torch.device, dtype: torch.dtype
             yield sent.received()
     finally:  # also where the run ends inside an epoch
         stop.set()
-        deadline = time.monotonic() + PATIENCE
-        while thread.is_alive() and time.monotonic() < deadline:
+        # However long its batch takes: the next epoch reads from the same workers, and two threads would take each
+        # other's batches. It is no sign of work, as waiting for a batch never is: a loader may hang.
+        while thread.is_alive():
             with contextlib.suppress(queue.Empty):
                 ready.get(timeout=0.05)
 
