@@ -220,6 +220,21 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys, monkeypatch):
     assert "pip install 'leanclip[transformers]'" in complaint(arguments, capsys)
 
 
+def test_a_config_of_another_model_stays(tmp_path, capsys):
+    vit, resnet = checkpoint(tmp_path / "vit", VIT), checkpoint(tmp_path / "resnet", RESNET)
+    config = tmp_path / "one.json"
+    config.write_text(json.dumps(VIT))  # the user's own, on one line
+    weights = str(vit / "open_clip_model.safetensors")
+    export(weights, tmp_path / "one.safetensors", "--model", config)
+    assert f"wrote {config}" not in capsys.readouterr().out
+    line = complaint(["export", str(resnet), str(tmp_path / "one.pt")], capsys)
+    assert f"{config} exists" in line and line.endswith("give another name, or --overwrite")
+    assert config.read_text() == json.dumps(VIT) and not (tmp_path / "one.pt").exists()
+    export(resnet, tmp_path / "one.pt", "--overwrite")
+    assert f"wrote {config}" in capsys.readouterr().out
+    assert json.loads(config.read_text()) == RESNET
+
+
 def test_wrong_weights_are_not_written(tmp_path, capsys, monkeypatch):
     from leanclip.models import transformers_clip
 

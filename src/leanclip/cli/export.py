@@ -41,7 +41,7 @@ class ExportCommand:
     model: str | None = None
     """What a file of weights is of: an open_clip model name, or a config file."""
     overwrite: bool = False
-    """Replace OUT."""
+    """Replace OUT, and the .json beside it."""
 
 
 def run(arguments: list[str]) -> None:
@@ -73,7 +73,7 @@ def _export(model: TwoTower, source: Path, out: Path, command: ExportCommand) ->
     if command.format == "open_clip":
         if out.is_dir():
             raise UserError(f"{out} is a directory; an open_clip export is one file")
-        return export_open_clip(model, out)
+        return export_open_clip(model, out, overwrite=command.overwrite)
     if out.is_dir():
         if any(out.iterdir()) and not (out / "config.json").is_file():
             raise UserError(f"{out} is no model directory, so --overwrite leaves it alone; give another name")

@@ -29,10 +29,18 @@ class Exported:
     difference: float
 
 
-def export_open_clip(model: TwoTower, out: Path) -> Exported:
-    """One file of weights that open_clip loads; beside it the architecture, where open_clip does not know that."""
+def export_open_clip(model: TwoTower, out: Path, *, overwrite: bool = False) -> Exported:
+    """One file of weights that open_clip loads; beside it the architecture, where open_clip does not know that.
+
+    A file that says the same of the architecture stays; another one is replaced with `overwrite` only.
+    """
     if out.suffix not in SUFFIXES:
         raise UserError(f"{out}: an open_clip file ends in {' or '.join(SUFFIXES)}")
+    name, files, before = architecture_name(model.config), [out], ""
+    architecture = out.with_suffix(".json")
+    described = name is None and _holds(architecture, model.config)
+    if name is None and architecture.exists() and not described and not overwrite:
+        raise UserError(f"{architecture} exists and is not this model's config; give another name, or --overwrite")
     weights = {name: value.detach().cpu().contiguous() for name, value in model.clip.state_dict().items()}
     _make(out.parent)
     temporary = out.with_name(f".{out.stem}.tmp{out.suffix}")
@@ -48,11 +56,10 @@ def export_open_clip(model: TwoTower, out: Path) -> Exported:
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
-    name, files, before = architecture_name(model.config), [out], ""
     if name is None:
-        architecture = out.with_suffix(".json")
-        architecture.write_text(json.dumps(model.config, indent=1) + "\n")
-        files.append(architecture)
+        if not described:
+            architecture.write_text(json.dumps(model.config, indent=1) + "\n")
+            files.append(architecture)
         name, before = out.stem, f"open_clip.add_model_config({str(architecture)!r})\n"
     options = {"pretrained": str(out)} | loading_options(model.preprocess)
     arguments = ", ".join([repr(name), *(f"{key}={value!r}" for key, value in options.items())])
@@ -105,6 +112,13 @@ def _difference(
             f"{out} was not written: its embeddings differ from ours by {found:.2g}, more than {TOLERANCE}"
         )
     return found
+
+
+def _holds(path: Path, config: dict[str, Any]) -> bool:
+    try:
+        return json.loads(path.read_text()) == json.loads(json.dumps(config))
+    except (OSError, ValueError):
+        return False
 
 
 def _make(directory: Path) -> None:
