@@ -209,6 +209,9 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
     (tmp_path / "there.pt").write_text("mine")
     assert "--overwrite" in complaint(["export", resnet, str(tmp_path / "there.pt")], capsys)
+    for absent in (["absent"], ["absent.pt", "--model", "ViT-B-32"]):
+        line = complaint(["export", *absent, str(tmp_path / "there.pt")], capsys)
+        assert f"no such run, checkpoint or file of weights: {absent[0]}" in line
     assert (tmp_path / "there.pt").read_text() == "mine"
     out.mkdir()
     (out / "thesis.tex").write_text("x")

@@ -47,9 +47,11 @@ class ExportCommand:
 def run(arguments: list[str]) -> None:
     command = parse(ExportCommand, arguments, command="export", description=DESCRIPTION)
     source, out = Path(command.checkpoint), Path(command.out)
+    found = _find(source, command.model)
     if out.exists() and not command.overwrite:
         raise UserError(f"{out} exists; give another name, or --overwrite")
-    model = _load(source, command.model)
+    given = command.model
+    model = load_model(found) if given is None else create_model(ModelConfig(model=given, pretrained=str(found)))
     console = Console(soft_wrap=True, highlight=False)
     with console.status("exporting and comparing") if console.is_terminal else contextlib.nullcontext():
         exported = _export(model, source, out, command)
@@ -59,14 +61,17 @@ def run(arguments: list[str]) -> None:
     console.print(exported.load, markup=False)
 
 
-def _load(source: Path, model: str | None) -> TwoTower:
+def _find(source: Path, model: str | None) -> Path:
+    """A file of weights, where a model is given, else a checkpoint directory."""
+    if not source.exists():
+        raise UserError(f"no such run, checkpoint or file of weights: {source}")
     if source.is_file():
         if model is None:
             raise UserError(f"{source} holds weights only; say of what with --model")
-        return create_model(ModelConfig(model=model, pretrained=str(source)))
+        return source
     if model is not None:
         raise UserError(f"--model is for a file of weights; {source} says itself what it is")
-    return load_model(find_model(source))
+    return find_model(source)
 
 
 def _export(model: TwoTower, source: Path, out: Path, command: ExportCommand) -> Exported:
