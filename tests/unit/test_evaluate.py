@@ -75,6 +75,20 @@ def test_an_open_clip_model_with_its_weights(small_run, sets, capsys):
     assert figures["difference"] == {"top1": 0, "top5": 0, "mean_per_class_recall": 0}
 
 
+def test_a_table_has_columns_of_its_own(small_run, tmp_path, capsys):
+    rows = []
+    for key, image, caption, _ in emoji(12):
+        (tmp_path / f"{key}.jpg").write_bytes(image)
+        rows.append(f"{key}.jpg;{caption}")
+    (tmp_path / "pairs.csv").write_text("\n".join(["picture;says", *rows]))
+    data = ["--val-data", tmp_path / "pairs.csv"]
+    assert evaluate(small_run, *data) == 2
+    assert "no column filepath and no title" in capsys.readouterr().err
+    keys = ["--csv-img-key", "picture", "--csv-caption-key", "says", "--csv-separator", ";"]
+    assert evaluate(small_run, *data, *keys) == 0
+    assert "12 captions among 12 images" in capsys.readouterr().out
+
+
 def test_the_runs_own_sets_come_first(small_run, capsys):
     assert evaluate(small_run) == 0
     shown = capsys.readouterr().out

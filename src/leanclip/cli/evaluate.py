@@ -57,6 +57,12 @@ class EvaluateCommand:
     val_data: tuple[str, ...] = ()
     """Images with captions, for retrieval: as for training, or a folder in CLIP_benchmark's layout. May be given
     several times. Default: those of the run."""
+    csv_img_key: str | None = None
+    """The column of a .csv or .tsv that holds image paths. Default: as for the run, filepath where there is none."""
+    csv_caption_key: str | None = None
+    """The column that holds captions. Default: as for the run, title where there is none."""
+    csv_separator: str | None = None
+    """What separates the columns, such as ',' or '\\t'. Default: as for the run, else what splits the header."""
     zero_shot: tuple[str, ...] = ()
     """Images with classes: tar shards with .cls files and a classnames.txt, a folder for each class, or emoji, the
     bundled ones. May be given several times. Default: those of the run."""
@@ -170,6 +176,9 @@ def open_sets(command: EvaluateCommand, directory: Path | None) -> Sets:
     else:
         if not command.names_data:
             raise UserError(f"{command.checkpoint} belongs to no run; give --val-data, --zero-shot or --imagenet-val")
+    names = ("csv_img_key", "csv_caption_key", "csv_separator")
+    columns = {name: value for name in names if (value := getattr(command, name)) is not None}
+    config = replace(config, data=replace(config.data, **columns))
     retrieval: dict[str, Subset] = {}
     notes: list[str] = []
     templates = command.templates
