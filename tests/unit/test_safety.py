@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from shard_files import picture, shard_bytes, sound
 
 import leanclip
@@ -196,7 +197,7 @@ def test_no_entry_runs_code(entry, tmp_path, marker, small, capsys):
 def test_loading_a_checkpoint_directory_in_python(tmp_path, marker):
     (tmp_path / "open_clip_model.safetensors").write_bytes(torch_zip(marker))
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": SMALL, "preprocess_cfg": {}}))
-    with pytest.raises(UserError, match="does not hold weights"):
+    with pytest.raises(UserError, match="cannot be read"):
         leanclip.load(tmp_path)
     assert not marker.exists()
 
@@ -239,6 +240,18 @@ def test_sound_weights_are_still_read_and_every_load_says_weights_only(tmp_path,
     monkeypatch.setattr(torch, "load", complaining)
     with pytest.raises(UserError, match="holds no weights"):
         read_torch_file(tmp_path / "new.pt")
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.99])
+def test_a_file_that_is_cut_short_is_said_to_be(share, tmp_path, small):
+    weights = create_model(ModelConfig(model=str(small))).clip.state_dict()
+    save_file(weights, tmp_path / "cut.safetensors")
+    torch.save(weights, tmp_path / "cut.pt")
+    for path in (tmp_path / "cut.safetensors", tmp_path / "cut.pt"):
+        content = path.read_bytes()
+        path.write_bytes(content[: int(share * len(content))])
+        with pytest.raises(UserError, match=f"{path.name} cannot be read: it is damaged or incomplete"):
+            create_model(ModelConfig(model=str(small), pretrained=str(path)))
 
 
 def tokenizer_repository(folder, marker):

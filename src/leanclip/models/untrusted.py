@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
 from leanclip.errors import UserError
 
@@ -22,6 +23,8 @@ NUMPY = (".npz", ".npy")  # big_vision's weights, which open_clip converts
 TOKENIZER_OPTIONS = frozenset(
     {"additional_special_tokens", "bpe_path", "clean", "language", "reduction_mask", "strip_sep_token"}
 )
+# What torch says of an archive without its end, depending on where it is cut.
+SIGNS_OF_DAMAGE = ("PytorchStreamReader", "Invalid argument")
 REMEDY = "get the weights as .safetensors, or as a plain state_dict from someone you trust"
 
 
@@ -40,7 +43,7 @@ def read_torch_file(path: Path, *, mapped: bool = False) -> Any:
 
 
 def check_weights(path: Path) -> None:
-    """Refuse a file of weights that holds anything else, before a library with more trust opens it."""
+    """Refuse a file of weights that is damaged or holds anything else, before a library with more trust opens it."""
     if path.suffix in NUMPY:
         try:
             found = np.load(path, allow_pickle=False)
@@ -49,7 +52,13 @@ def check_weights(path: Path) -> None:
                     found[name]
         except Exception as error:  # zip, header and pickle errors alike
             raise UserError(f"{path} is refused: it is no file of plain arrays ({_first_line(error)})") from error
-    elif path.suffix != ".safetensors":  # which can hold nothing but tensors
+    elif path.suffix == ".safetensors":  # which can hold nothing but tensors
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise UserError(_damaged(path)) from error
+    else:
         read_torch_file(path, mapped=True)
 
 
@@ -81,7 +90,13 @@ def _refusal(path: Path, error: Exception) -> str:
         found = re.search(r"GLOBAL (\S+)|(?:class|function|call) [`'<]*([\w.]+)", text)
         what = f", {next(filter(None, found.groups()))}," if found else ""
         return f"{path} is refused: it holds more than weights{what} and loading that could run code; {REMEDY}"
+    if isinstance(error, EOFError) or any(sign in text for sign in SIGNS_OF_DAMAGE):
+        return _damaged(path)
     return f"{path} holds no weights ({_first_line(error)})"
+
+
+def _damaged(path: Path) -> str:
+    return f"{path} cannot be read: it is damaged or incomplete; get it again"
 
 
 def _first_line(error: Exception) -> str:
