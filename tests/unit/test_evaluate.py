@@ -128,6 +128,7 @@ def test_several_processes(small_run, sets, tmp_path):
         (["--imagenet-val", "."], ["ImageNet's layout", "--zero-shot"]),
         (["--zero-shot", "emoji", "--templates", "mine.txt"], ["--templates mine.txt", "openai, simple"]),
         (["--baseline", "absent"], ["no such run or checkpoint: absent"]),
+        (["--baseline", "ViT-B-32"], ["no such run", "give ViT-B-32:TAG or ViT-B-32:FILE"]),
         (["--baseline", "ViT-B-32:absent"], ["--pretrained absent", "no open_clip tag of ViT-B-32"]),
         (["--suite-data", "x"], ["--suite-data needs --suite"]),
         (["--suite", "clip_bench"], ["clip_benchmark"]),

@@ -31,7 +31,7 @@ from leanclip.evaluation.held_out import open_held_out
 from leanclip.evaluation.results import SetResult, as_csv, as_json, retrieval_rows, zero_shot_rows
 from leanclip.evaluation.suite import SuiteSet, run_suite, suite_sets
 from leanclip.inference import find_model, load_model
-from leanclip.models import ModelConfig, TwoTower, create_model
+from leanclip.models import ModelConfig, TwoTower, create_model, is_model_name
 from leanclip.training import RunDirectory, TrainConfig, autocast_of, device_of
 
 DESCRIPTION = """Figures of a trained model: retrieval on images with captions, accuracy on images with classes.
@@ -156,6 +156,8 @@ def run(arguments: list[str]) -> None:
 def find_candidate(given: str) -> Candidate:
     """A run, a checkpoint directory, or an open_clip model with its tag or weights file."""
     name, colon, weights = given.partition(":")
+    if is_model_name(given) and not Path(given).exists():
+        raise UserError(f"no such run or checkpoint: {given}; for the model give {given}:TAG or {given}:FILE")
     if Path(given).exists() or not colon:
         directory = find_model(Path(given))
         local = f"local-dir:{directory.resolve()}"

@@ -283,6 +283,10 @@ def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
     return model, config
 
 
+def is_model_name(name: str) -> bool:
+    return name in open_clip.list_models()
+
+
 def create_tokenizer(model: str) -> Any:
     """open_clip's tokenizer of a model, without the model."""
     with _registered(model_config_of(model)[1]) as registered:
