@@ -140,7 +140,7 @@ def test_tokens_are_counted_as_the_tokenizer_of_the_model_does():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gone.tar"], "no such file: gone.tar"),
+        (["gone.tar"], "no such file or folder: gone.tar"),
         (["gone.csv"], "no such file: gone.csv"),
         (["synthetic:5", "--sample", "0"], "--sample is 0"),
         (["synthetic:5", "--model", "ViT-Z"], "unknown model"),

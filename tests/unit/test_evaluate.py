@@ -144,6 +144,13 @@ def test_mistakes_are_one_line(arguments, words, small_run, tmp_path, monkeypatc
     assert all(word in lines[0] for word in words), lines[0]
 
 
+@pytest.mark.parametrize("flag", ["--val-data", "--zero-shot", "--imagenet-val"])
+def test_what_is_not_there_is_named_once(flag, small_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert evaluate(small_run, flag, "absent") == 2
+    assert capsys.readouterr().err == "leanclip: no such file or folder: absent\n"
+
+
 def test_captions_are_not_classes(small_run, sets, capsys):
     (sets / "groups" / "dataset_type.txt").write_text("classification")
     assert evaluate(small_run, "--val-data", sets / "groups") == 2

@@ -47,7 +47,7 @@ def expand(pattern: str) -> list[str]:
         raise UserError(f"the braces of {pattern!r} do not match: {error}") from error
     paths = [path for part in parts for path in (_expand_url(part) if is_remote(part) else _expand_local(part))]
     if not paths:
-        raise UserError(f"no such file: {pattern}; give tar shards")
+        raise UserError(f"no *.tar in {pattern}" if Path(pattern).is_dir() else f"no such file or folder: {pattern}")
     return paths
 
 
@@ -58,8 +58,11 @@ def stat_all(paths: list[str], pattern: str) -> list[FileStat]:
     for path in paths:
         try:
             found.append(_stat_url(path, listed) if is_remote(path) else _stat_local(path))
+        except FileNotFoundError as error:
+            origin = "" if path == pattern else f" (from {pattern})"
+            raise UserError(f"no such file or folder: {path}{origin}") from error
         except OSError as error:
-            raise UserError(f"no such file: {path} (from {pattern!r}, {_reason(error)}); give tar shards") from error
+            raise UserError(f"cannot read {path} ({_reason(error)})") from error
         PROGRESS.still_at_it()
     return found
 
