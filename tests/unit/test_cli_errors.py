@@ -119,7 +119,14 @@ def test_a_checkpoint_of_another_model(capsys, tmp_path):
     capsys.readouterr()
     weights = tmp_path / "one/checkpoints/last/open_clip_model.safetensors"
     line = complaint(train("--name", "two", "--model", "RN50", "--pretrained", str(weights)), capsys)
-    assert "does not hold weights of RN50" in line
+    assert "does not hold weights of RN50; give its own: --model " in line
+    own = line.partition("--model ")[2]
+    line = complaint(["train", "--recipe", "finetune", "--pretrained", str(tmp_path / "one"), "--dry-run"], capsys)
+    assert f"does not hold weights of ViT-B-32; give its own: --model {own}" in line and "Error" not in line
+    with pytest.raises(SystemExit) as stop:
+        main(train("--name", "two", "--model", own, "--pretrained", str(weights), *arguments))
+    assert stop.value.code == 0
+    capsys.readouterr()
     line = complaint(train("--name", "two", "--resume", str(tmp_path / "one"), "--loss", "siglip"), capsys)
     assert "one" in line
     other = ["--resume", "latest", "--logs", str(tmp_path), "--max-steps", "9", "--warmup", "0"]

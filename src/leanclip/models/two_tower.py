@@ -383,7 +383,7 @@ def _build(
     if double:
         clip = clip.double()
     if weights is not None:
-        _load_weights(clip, weights, name)
+        _load_weights(clip, weights, name, config)
     return TwoTower(clip, name, config, tokenizer)
 
 
@@ -429,15 +429,17 @@ def _registered(config: dict[str, Any]) -> Iterator[str]:
         del open_clip.factory._MODEL_CONFIGS[registered]
 
 
-def _load_weights(clip: Any, path: Path, name: str) -> None:
+def _load_weights(clip: Any, path: Path, name: str, config: dict[str, Any]) -> None:
     check_weights(path)
     try:
         open_clip.load_checkpoint(clip, str(path), weights_only=True)
     except Exception as error:  # whatever the many formats raise, the remedy is the same
+        refusal = f"{path} does not hold weights of {name}"
+        saved = path.parent / CONFIG_FILE
+        if saved.is_file() and (own := model_config_of(str(saved))[1]) != config:
+            raise UserError(f"{refusal}; give its own: --model {architecture_name(own) or saved}") from error
         reason = str(error).strip().splitlines()
         detail = next(
             (line.strip() for line in reason[1:] if line.strip()), reason[0] if reason else type(error).__name__
         )
-        raise UserError(
-            f"{path} does not hold weights of {name} ({type(error).__name__}: {detail[:160]}); give its own --model"
-        ) from error
+        raise UserError(f"{refusal} ({type(error).__name__}: {detail[:160]}); give its own --model") from error
