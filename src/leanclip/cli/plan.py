@@ -90,32 +90,41 @@ def run(arguments: list[str]) -> None:
         room = int(USED * card.memory)
         asked = {
             "samples": samples, "ranks": command.gpus, "card": card, "room": room,
-            "caption_length": command.caption_length, "tell": tell,
+            "caption_length": command.caption_length,
         }  # fmt: skip
-        try:
-            found = sorted(options(config, network=network, **asked), key=lambda option: option.seconds)
-            most = largest_batch(config, **asked)
-        except UNTRACED as error:
-            raise UserError(f"{config.model.model} cannot be traced without data: {error}") from error
-        if not found:
-            raise UserError(does_not_fit(config, card, room, most, command.gpus))
-        best = found[0]
-        if command.compare:
+        with traceable(config):
+            found = sorted(options(config, network=network, tell=tell, **asked), key=lambda option: option.seconds)
+        compared = None
+        if found and command.compare:
             tell("tracing the losses of others")
-        compared = comparison(best, samples) if command.compare else None
-    console.print(f"{title(config, command.gpus)} on {command.gpus} x {card.name}, {card.memory / 1e9:.0f} GB")
-    console.print(memory_table(best, card, room))
-    console.print(*lines(best, card, network.name, samples), sep="\n")
-    for other in found[1:]:
-        console.print(f"also fits:     {way(other)}: {other.samples_per_second:,.0f} samples/s, {gib(other)} GiB")
+            compared = comparison(found[0], samples)
+    if found:
+        best = found[0]
+        console.print(f"{title(config, command.gpus)} on {command.gpus} x {card.name}, {card.memory / 1e9:.0f} GB")
+        console.print(memory_table(best, card, room))
+        console.print(*lines(best, card, network.name, samples), sep="\n")
+        for other in found[1:]:
+            console.print(f"also fits:     {way(other)}: {other.samples_per_second:,.0f} samples/s, {gib(other)} GiB")
+        if compared is not None:
+            console.print(compared)
+        console.print(f"run:           {command_line(best, arguments)}")
+    with waiting() as tell, traceable(config):
+        most = largest_batch(config, tell=lambda doing: tell(f"the largest batch: {doing}"), **asked)
+    if not found:
+        raise UserError(does_not_fit(config, card, room, most, command.gpus))
     limit = " (no more --samples)" if most > samples - 1024 * command.gpus else ""
     console.print(f"largest batch: {most:,} in micro-batches{limit}")
-    if compared is not None:
-        console.print(compared)
-    console.print(f"run:           {command_line(best, arguments)}")
     if not config.parallel.pad_text:
         length = f"{command.caption_length:g}"
         console.print(f"(for captions of {length} tokens on average, --caption-length)", style="dim")
+
+
+@contextmanager
+def traceable(config: TrainConfig) -> Iterator[None]:
+    try:
+        yield
+    except UNTRACED as error:
+        raise UserError(f"{config.model.model} cannot be traced without data: {error}") from error
 
 
 @contextmanager

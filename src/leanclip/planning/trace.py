@@ -93,7 +93,6 @@ class Cost:
 
     kernels: Counter[Kernel]
     above: int  # bytes that its peak stood above its beginning
-    again: int = 0  # how often it was charged
 
 
 class Begun(NamedTuple):
@@ -116,7 +115,6 @@ class Trace(TorchDispatchMode):
         self.peak = 0
         self.at_peak: Counter[str] = Counter()
         self.part, self.phase = "activations", "other"
-        self._charged: list[Cost] = []
         self._tags: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(
@@ -161,19 +159,11 @@ class Trace(TorchDispatchMode):
             self.alive[part] += tag[1]
             tag[0] = part
 
-    def charge(self, cost: Cost) -> None:
-        """Once more what was traced before."""
-        cost.again += 1
-        if cost.again == 1:
-            self._charged.append(cost)
+    def charge(self, cost: Cost, times: int) -> None:
+        """So many times more, one after the other, what was traced before."""
+        for kernel, count in cost.kernels.items():
+            self.kernels[kernel] += count * times
         self._look(cost.above)
-
-    def settle(self) -> None:
-        """Count the kernels of what was charged."""
-        for cost in self._charged:
-            for kernel, count in cost.kernels.items():
-                self.kernels[kernel] += count * cost.again
-        self._charged.clear()
 
     def begin(self) -> "Begun":
         """Start to cost a piece of the step; `end` with what this gave says what it took."""

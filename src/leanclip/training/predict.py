@@ -39,9 +39,9 @@ PARTS = (
     "workspace",
 )
 WORKSPACE = 65 << 20  # bytes that cuBLAS keeps, as found on an H200
-# Micro-batches that are traced, without and with gradients. The first ones cast the weights and make the gradients,
-# the second ones stand for all that follow.
-TRACED = {False: 2, True: 2}
+# Micro-batches that are traced, without and again with gradients. The first one casts the weights and makes the
+# gradients, the last one stands for all that follow.
+TRACED = 2
 GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly
 HALF = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 
@@ -109,14 +109,14 @@ def predict_step(
         )
         _fill_state(optimizer, trace, keep=ranks > 1)
         data = _batch(model, len(range(*first.share(batch).indices(batch))), trace, caption_length)
-        towers = _Towers(model, trace)
+        towers = _Towers(model, trace, parts)
         pieces = Pieces(
             towers=towers,
             loss=loss,
             optimizer=optimizer,
             batch=batch,
             parts=parts,
-            texts=partial(_packed, model),
+            texts=towers.texts,
             autocast=torch.autocast("cpu", HALF.get(precision or "", torch.bfloat16), enabled=precision in HALF),
             grad_clip_norm=config.optim.grad_clip_norm,
             scale=LossScale.of(precision),
@@ -125,8 +125,7 @@ def predict_step(
         trained = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
         trace.start_again()
         training_step(pieces, data)
-        towers.finish()
-        trace.settle()
+        towers.enter(None)
     memory = {part: trace.at_peak.get(part, 0) for part in PARTS} | {"workspace": WORKSPACE}
     if config.run.ema is not None:
         memory["weights"] *= 2
@@ -199,9 +198,9 @@ def _batch(model: TwoTower, share: int, trace: Trace, caption_length: float | No
         images = torch.empty(share, 3, height, width, dtype=torch.uint8)
     with unset_fake_temporarily():
         row = model.tokenizer([""])
-        tokens, ids = row.expand(share, -1).contiguous(), torch.arange(share)
+        tokens, ids = row.expand(share, -1), torch.arange(share)
         lengths = caption_lengths(share, caption_length, row.shape[1])
-    return Batch(images=images, tokens=tokens, sample_ids=ids, lengths=lengths)
+    return _Share(images=images, tokens=tokens, sample_ids=ids, lengths=lengths)
 
 
 def caption_lengths(count: int, mean: float | None, most: int) -> Tensor:
@@ -212,11 +211,10 @@ def caption_lengths(count: int, mean: float | None, most: int) -> Tensor:
     return (mean * (0.5 + spread)).round().long().clamp(2, most)
 
 
-def _packed(model: TwoTower, tokens: Tensor, lengths: Tensor | None) -> Tensor | Texts:
+def _packed(model: TwoTower, tokens: Tensor, lengths: Tensor) -> Tensor | Texts:
     """What `model.texts` gives on a GPU, without data."""
     if model.end_of_text is None:
         return torch.empty_like(tokens)
-    assert lengths is not None
     with unset_fake_temporarily():
         real = Texts.at(tokens, layout(lengths, width=tokens.shape[1], few_sizes=True))
     packing = real.packing
@@ -228,41 +226,81 @@ def _like(real: Tensor) -> Tensor:
     return torch.empty(real.shape, dtype=real.dtype)
 
 
-class _Towers(nn.Module):
-    """The model, but micro-batches that are like ones already traced are charged, not traced again."""
+class _Share(Batch):
+    """A rank's samples. However many micro-batches they make, a trace takes the same time."""
 
-    def __init__(self, model: TwoTower, trace: Trace) -> None:
+    def split(self, parts: int) -> list[Batch]:
+        """The micro-batches that are traced and, without lengths, one that stands for all that follow."""
+        if parts <= TRACED:
+            return super().split(parts)
+        size, larger = divmod(len(self), parts)
+        end = TRACED * size + min(TRACED, larger)
+        first = Batch(
+            images=self.images[:end],
+            tokens=self.tokens[:end],
+            sample_ids=self.sample_ids[:end],
+            lengths=None if self.lengths is None else self.lengths[:end],
+        )
+        rest = Batch(images=self.images[end:], tokens=self.tokens[end:], sample_ids=self.sample_ids[end:])
+        return [*first.split(TRACED), rest]
+
+
+class _Towers(nn.Module):
+    """The model, but micro-batches that are like one already traced are charged, not traced again.
+
+    Their captions take the memory that this one's took, and their embeddings what they need together.
+    """
+
+    def __init__(self, model: TwoTower, trace: Trace, parts: int) -> None:
         super().__init__()
         self.model, self.trace = model, trace
-        self.costs: dict[bool, Cost] = {}  # without and with gradients
-        self.calls: Counter[bool] = Counter()
-        self.begun: Begun | None = None
+        self.charged = parts - TRACED
+        self.costs: dict[str, Cost] = {}
+        self.calls: Counter[str] = Counter()
+        self.begun: tuple[str, Begun] | None = None
+        self.packed = 0  # bytes of the captions of the last micro-batch
         self.like: tuple[Tensor, Tensor] | None = None
 
+    def texts(self, tokens: Tensor, lengths: Tensor | None) -> Tensor | Texts:
+        if lengths is None:
+            self.trace.charge(self.costs["packed"], self.charged)
+            return torch.empty(self.charged * self.packed, dtype=torch.uint8)
+        before = self.trace.total
+        self.enter("packed")
+        texts = _packed(self.model, tokens, lengths)
+        self.enter(None)
+        self.packed = self.trace.total - before
+        return texts
+
     def forward(self, images: Tensor, tokens: Tensor | Texts, between: Any = None) -> tuple[Tensor, Tensor]:
+        self.enter(None)
         trained = torch.is_grad_enabled()
-        self.finish(trained)
-        self.calls[trained] += 1
-        if self.calls[trained] > TRACED[trained]:
-            self.trace.charge(self.costs[trained])
+        piece = "trained" if trained else "embedded"
+        self.calls[piece] += 1
+        if self.calls[piece] > TRACED:
+            self.trace.charge(self.costs[piece], self.charged)
             assert self.like is not None
+            if trained:  # their backward passes are charged too: nothing here asks for one
+                return self.like
+            self.trace.charge(self.costs["between"], self.charged - 1)
             image, text = (like.new_empty(len(images), like.shape[1]) for like in self.like)
-            return image.requires_grad_(trained), text.requires_grad_(trained)
-        self.begun = self.trace.begin()
+            return image, text
+        self.enter(piece)
         image = self.model.encode_image(images)
         if between is not None:
             between(image)
         text = self.model.encode_text(tokens)
+        self.like = image.new_empty(0, image.shape[1]), text.new_empty(0, text.shape[1])
         if not trained:
-            self.finish(trained)
-            self.like = image[:1].clone(), text[:1].clone()
+            self.enter("between")  # where batch norms are averaged
         return image, text
 
-    def finish(self, trained: bool = True) -> None:
-        """The last piece ends here: with gradients, that is where the next one begins or the step is over."""
+    def enter(self, piece: str | None) -> None:
+        """The last piece of the step ends here, and its cost is known; the next one begins."""
         if self.begun is not None:
-            self.costs[trained] = self.trace.end(self.begun)
-            self.begun = None
+            name, begun = self.begun
+            self.costs[name] = self.trace.end(begun)
+        self.begun = None if piece is None else (piece, self.trace.begin())
 
 
 def _sharded(memory: dict[str, int], model: TwoTower, ranks: int) -> dict[str, int]:
