@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanclip.cli import main
-from leanclip.cli.plan import count, does_not_fit
+from leanclip.cli.plan import count, does_not_fit, duration
 from leanclip.data import DataConfig
 from leanclip.distributed import Ranks, traffic
 from leanclip.errors import UserError
@@ -476,6 +476,15 @@ def test_numbers_of_samples(text, number):
     assert count(text) == number
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(360_000, "100.0 hours"), (3600, "1.0 hours"), (90, "1.5 minutes"), (2.5, "2.5 seconds"), (0.04, "0.0 seconds")],
+)
+def test_short_runs_are_not_rounded_to_nothing(seconds, said):
+    assert duration(seconds) == said
+    assert duration(seconds, of="GPU ") == said.replace(" ", " GPU ")
+
+
 def plan(capsys, *flags):
     with pytest.raises(SystemExit) as stop:
         main(["plan", *flags])
@@ -488,7 +497,7 @@ def test_the_command_says_what_to_run(capsys, small):
     flags += ("--compile", "off", "--compare", "--network", "25gbe", "--lr", "3e-4", "--ema", "0.99")
     code, out, _ = plan(capsys, *flags, "--global-batch-size", "16384")
     assert code == 0
-    for word in ("weights", "state tables", "communication", "usable (92%", "samples/s", "GPU hours", "not hidden"):
+    for word in ("weights", "state tables", "communication", "usable (92%", "samples/s", " GPU ", "not hidden"):
         assert word in out
     assert "nominal figures" in out and "DisCo-CLIP" in out and "largest batch:" in out
     command = next(line for line in out.splitlines() if line.startswith("run:"))
@@ -503,6 +512,18 @@ def test_a_command_starts_as_many_processes_as_were_planned(capsys, small):
     _, out, _ = plan(capsys, *flags, "--global-batch-size", "1200", "--grad-checkpointing", "1")
     assert "--nnodes 2 " in out and "--nproc-per-node 6 " in out
     assert out.count("--grad-checkpointing 1") == 1
+
+
+@pytest.mark.parametrize("named", ["config", "flag", None])
+def test_the_data_are_asked_for_where_nothing_names_them(named, capsys, small, tmp_path, monkeypatch):
+    monkeypatch.setattr("leanclip.cli.plan.largest_batch", lambda *_, **__: 64)
+    config = tmp_path / "config.toml"
+    config.write_text(f'model = "{small}"\n' + 'train_data = "synthetic:256"\n' * (named == "config"))
+    flags = ["--config", str(config), "--gpu", "A10", "--global-batch-size", "64", "--compile", "off"]
+    _, out, _ = plan(capsys, *flags, *(["--train-data", "synthetic:256"] if named == "flag" else []))
+    assert "leanclip train" in out and ("--train-data ..." in out) == (named is None)
+    assert ("--train-data synthetic:256" in out) == (named == "flag")
+    assert " 0.0 hours" not in out
 
 
 def test_a_plan_is_there_before_the_largest_batch_is_looked_for(capsys, small, monkeypatch):

@@ -36,6 +36,7 @@ All flags of `leanclip train` are taken, recipes and TOML files too.
 """
 GIB = 2**30
 UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
+TIMES = {"hours": 3600, "minutes": 60, "seconds": 1}
 PER_HOST = 8
 OWN = (
     "--gpus", "--gpu", "--gpu-memory", "--samples", "--network", "--caption-length", "--compare", "--no-compare",
@@ -205,12 +206,12 @@ def memory_table(option: Option, card: Card, room: int) -> Table:
 def lines(option: Option, card: Card, network: str, samples: int) -> list[str]:
     config, sent = option.config, option.predicted.sent
     steps = total_steps(config, samples=samples, batch=batch_of(config))
-    hours = steps * option.seconds / 3600
+    seconds = steps * option.seconds
     found = [
         f"a step:        {way(option)}",
         f"speed:         {option.samples_per_second:,.0f} samples/s, {option.seconds:.3f} s a step ({card.source})",
-        f"the run:       {steps:,} steps ({config.run.epochs} epochs): {hours:,.1f} hours,"
-        f" {hours * option.ranks:,.1f} GPU hours",
+        f"the run:       {steps:,} steps ({config.run.epochs} epochs): {duration(seconds)},"
+        f" {duration(seconds * option.ranks, of='GPU ')}",
     ]
     if option.ranks > 1:
         loss = traffic(sent, ranks=option.ranks).leanclip
@@ -221,6 +222,12 @@ def lines(option: Option, card: Card, network: str, samples: int) -> list[str]:
             f" {option.exposed * 1e3:,.1f} ms of them not hidden"
         )
     return found
+
+
+def duration(seconds: float, of: str = "") -> str:
+    """In hours, or in the smaller unit of which there is at least one."""
+    unit, size = next((name, size) for name, size in TIMES.items() if seconds >= size or size == 1)
+    return f"{seconds / size:,.1f} {of}{unit}"
 
 
 def way(option: Option) -> str:
@@ -282,7 +289,7 @@ def command_line(option: Option, given: list[str]) -> str:
     flags += ["--micro-batch", str(micro_batch(option))]
     if recomputed := config.parallel.grad_checkpointing:
         flags += ["--grad-checkpointing", *([] if recomputed is True else [str(recomputed)])]
-    data = "" if "--train-data" in asked else " --train-data ..."
+    data = " --train-data ..." if config.data.train_data is None else ""
     return shlex.join([*start, "train", *flags]) + data
 
 
