@@ -278,7 +278,7 @@ def set_aside(checkpoints: Path, after: int) -> list[str]:
     found = []
     for step, path in sorted(step_directories(checkpoints)):
         if step > after:
-            found.append(path.rename(_aside(path)).name)
+            found.append(path.rename(_unused(path)).name)
     return found
 
 
@@ -287,11 +287,11 @@ def copy_best(checkpoints: Path) -> str | None:
     best = checkpoints / BEST
     if not best.is_dir():
         return None
-    return Path(shutil.copytree(best, _aside(best))).name
+    return Path(shutil.copytree(best, _unused(best))).name
 
 
-def _aside(path: Path) -> Path:
-    """A name that nothing has yet."""
+def _unused(path: Path) -> Path:
+    """A name for what is set aside that nothing has yet."""
     names = (f"aside_{path.name}", *(f"aside_{path.name}_{number}" for number in range(2, 1000)))
     return next(aside for name in names if not (aside := path.with_name(name)).exists())
 
