@@ -138,6 +138,9 @@ def test_wandb_offline_goes_on_with_the_same_run_after_a_resume(tmp_path, monkey
     shutil.rmtree(run / "checkpoints" / "step_00000003")
     train(tmp_path, "run", *arguments, "--max-steps", "3", "--resume", "latest")
     assert json.loads((run / "run.json").read_text())["wandb_id"] == identity
+    import wandb
+
+    wandb.teardown()  # a run's file is whole once wandb's own process has ended, not when finish returns
 
     first, second = sorted(run.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
     assert first.name == second.name == f"run-{identity}.wandb"
