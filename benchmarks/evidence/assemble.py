@@ -159,6 +159,9 @@ def _seconds(rows: list[dict[str, str]]) -> list[str]:
         told.append(f"{name.removeprefix('leanclip ')}: {seconds}{some}")
     own, first = race_report.reached(base, None), base.runs[0].rows[0]
     seeds = f"{len(base.runs)} seeds" if len(base.runs) > 1 else "one seed"
+    if base.lent:
+        seeds += ", open_clip's recall from runs without the clock"
+        seeds += ", since those with it did not learn" if base.failed else ""
     return [
         f"| seconds from the start to open_clip's final recall | {'; '.join(told)} |"
         f" {race_report.spread(own.seconds)} s, compiled | {int(first['samples']):,} captioned photographs of 64 px,"

@@ -1,12 +1,15 @@
 """What the rows of wall_clock.py say, and whether they say it fairly: plot and paragraph.
 
 Of each trainer, loss and length the learning rate counts that had the best final recall in any of its runs, and at
-that rate all runs with the clock, one or more for each seed. A run that ended three points or more below the best of
-its command with any seed, in this race or an earlier one on the same data, did not learn: it is counted and left out.
+that rate all runs, one or more for each seed; of a seed with and without the clock those with it. A run that ended
+three points or more below the best of its command with any seed, in this race or an earlier one on the same data, did
+not learn: it is counted and left out. What a run takes does not depend on what it learns: one without the clock has
+the seconds of those that had it, the mean of each epoch over all learning rates, whether they learned or not.
+
 The target is the mean of open_clip's final recalls. The seconds of each run are those until its first epoch at or
 above the target, for open_clip's at or above its own final recall, so that a baseline which was good early is not
-charged for the rest. A line that has not tried the same learning rates as open_clip is not compared, and nothing is
-without a run of open_clip's that had the clock and learned: then all that is written is what every run came to.
+charged for the rest. A line that has not tried the same learning rates as open_clip, or never with the clock, is not
+compared, and nothing is where open_clip is such a line: then all that is written is what every run came to.
 """
 
 import itertools
@@ -29,6 +32,26 @@ RACES = ("first_race.csv", *EARLIER)
 OURS = "fastclip-v3"  # that ran in all of them
 
 
+class Clock(NamedTuple):
+    """When a run was at the end of each epoch."""
+
+    seconds: list[float]
+    startup: float
+
+    @property
+    def epoch_seconds(self) -> float:
+        rest = [after - before for before, after in itertools.pairwise(self.seconds)]
+        return statistics.median(rest) if rest else self.seconds[0] - self.startup
+
+    @property
+    def compile(self) -> float:
+        return max(0.0, self.seconds[0] - self.startup - self.epoch_seconds)
+
+    def steady(self, at: int) -> float:
+        """Seconds until the end of an epoch, without startup and compilation."""
+        return self.seconds[at] - self.startup - self.compile
+
+
 @dataclass(frozen=True)
 class Curve:
     """One run as its rows tell it."""
@@ -44,6 +67,10 @@ class Curve:
     @property
     def lr(self) -> float:
         return float(self.rows[0]["lr"])
+
+    @property
+    def seed(self) -> str:
+        return self.rows[0]["seed"]
 
     @property
     def alone(self) -> bool:
@@ -72,26 +99,8 @@ class Curve:
         return self.final > max(other.final for other in others) - NEAR
 
     @property
-    def seconds(self) -> list[float]:
-        return [float(row["seconds"]) for row in self.rows]
-
-    @property
-    def startup(self) -> float:
-        return float(self.rows[0]["startup_seconds"])
-
-    @property
-    def epoch_seconds(self) -> float:
-        times = self.seconds
-        rest = [after - before for before, after in itertools.pairwise(times)]
-        return statistics.median(rest) if rest else times[0] - self.startup
-
-    @property
-    def compile(self) -> float:
-        return max(0.0, self.seconds[0] - self.startup - self.epoch_seconds)
-
-    def steady(self, at: int) -> float:
-        """Seconds until the end of an epoch, without startup and compilation."""
-        return self.seconds[at] - self.startup - self.compile
+    def clock(self) -> Clock:
+        return Clock([float(row["seconds"]) for row in self.rows], float(self.rows[0]["startup_seconds"]))
 
     def reaches(self, target: float) -> int | None:
         """The first epoch, counted from 0, at or above the target."""
@@ -122,13 +131,32 @@ def curves(rows: Sequence[dict[str, str]]) -> list[Curve]:
 class Line(NamedTuple):
     """A trainer with a loss and a length."""
 
-    runs: list[Curve]  # with the clock, at the best learning rate, that learned
-    failed: list[Curve]  # likewise, but did not
+    runs: list[Curve]  # at the best learning rate, that learned
+    failed: list[Curve]  # with the clock at that rate, that did not
     rates: tuple[float, ...]  # that were tried
+    timed: list[Curve]  # with the clock, at any rate
 
     @property
     def final(self) -> float:
         return statistics.fmean(run.final for run in self.runs)
+
+    @property
+    def comparable(self) -> bool:
+        return bool(self.runs and self.timed)
+
+    @property
+    def lent(self) -> list[Curve]:
+        """The runs that had no clock."""
+        return [run for run in self.runs if not run.alone]
+
+    @property
+    def usual(self) -> Clock:
+        clocks = [run.clock for run in self.timed]
+        seconds = [statistics.fmean(at) for at in zip(*(clock.seconds for clock in clocks), strict=True)]
+        return Clock(seconds, statistics.fmean(clock.startup for clock in clocks))
+
+    def clock(self, run: Curve) -> Clock:
+        return run.clock if run.alone else self.usual
 
 
 def lines(runs: Sequence[Curve]) -> dict[str, Line]:
@@ -138,10 +166,12 @@ def lines(runs: Sequence[Curve]) -> dict[str, Line]:
         own = [run for run in runs if run.name == name]
         best = max(own, key=lambda run: (run.final, run.alone))
         like = [run for run in own if run.lr == best.lr]
-        timed = [run for run in like if run.alone]
-        learned = [run for run in timed if run.learned(like)]
-        failed = [run for run in timed if not run.learned(like)]
-        found[name] = Line(learned, failed, tuple(sorted({run.lr for run in own})))
+        learned = [run for run in like if run.learned(like)]
+        failed = [run for run in like if run.alone and not run.learned(like)]
+        with_clock = {run.seed for run in learned if run.alone}
+        counted = [run for run in learned if run.alone or run.seed not in with_clock]
+        timed = [run for run in own if run.alone]
+        found[name] = Line(counted, failed, tuple(sorted({run.lr for run in own})), timed)
     return found
 
 
@@ -149,11 +179,9 @@ def compared(rows: Sequence[dict[str, str]]) -> tuple[dict[str, Line], list[str]
     """The lines that are compared, open_clip's first, and what is missing. No lines where nothing can be."""
     found = lines(curves(rows)) if rows else {}
     base = found.get(BASE)
-    if base is None or not base.runs:
-        failed = [f"{run.final:.1%}" for run in base.failed] if base else []
-        why = f"; that at {', '.join(failed)} did not learn" if failed else ""
-        return {}, [f"{BASE}, with the clock at its best learning rate{why}"]
-    whole = [name for name, line in found.items() if line.rates == base.rates and line.runs]
+    if base is None or not base.comparable:
+        return {}, [f"{BASE}, with the clock"]
+    whole = [name for name, line in found.items() if line.rates == base.rates and line.comparable]
     order = sorted(whole, key=lambda name: name != BASE)
     return {name: found[name] for name in order}, [name for name in found if name not in whole]
 
@@ -170,11 +198,11 @@ class Reached(NamedTuple):
 def reached(line: Line, target: float | None) -> Reached:
     """None: by each run its own final recall."""
     pairs = [(run, run.reaches(run.final if target is None else target)) for run in line.runs]
-    there = [(run, at) for run, at in pairs if at is not None]
+    there = [(line.clock(run), at) for run, at in pairs if at is not None]
     return Reached(
         len(line.runs),
-        [run.seconds[at] for run, at in there],
-        [run.steady(at) for run, at in there],
+        [clock.seconds[at] for clock, at in there],
+        [clock.steady(at) for clock, at in there],
         [at + 1 for _, at in there],
     )
 
@@ -186,7 +214,9 @@ def all_runs(runs: Sequence[Curve]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for run in sorted(runs, key=lambda run: (run.name != BASE, run.name, run.lr)):
-        times = f"{run.seconds[-1]:.1f} | {run.startup:.1f} | {run.epoch_seconds:.2f}" if run.timed else " |  | "
+        times = " |  | "
+        if run.timed:
+            times = f"{run.clock.seconds[-1]:.1f} | {run.clock.startup:.1f} | {run.clock.epoch_seconds:.2f}"
         found.append(f"| {run.name} | {run.lr:g} | {run.recalls[0]:.1%} | {run.final:.1%} | {times} | {run.origin} |")
     return found
 
@@ -205,7 +235,7 @@ class Earlier(NamedTuple):
         at, mine = self.theirs.reaches(self.theirs.final), self.ours.reaches(self.theirs.final)
         if not self.learned or at is None or mine is None:
             return None
-        return self.ours.seconds[mine] / self.theirs.seconds[at]
+        return self.ours.clock.seconds[mine] / self.theirs.clock.seconds[at]
 
 
 def earlier(folder: Path) -> list[Earlier]:
@@ -233,8 +263,9 @@ def told_of_earlier(races: Sequence[Earlier]) -> list[str]:
         assert at is not None
         cells = ["", "", ""]
         if race.learned:
-            reached_at = "not reached" if mine is None else f"{race.ours.seconds[mine]:.1f}"
-            cells = [f"{race.theirs.seconds[at]:.1f}", reached_at, "" if race.share is None else f"{race.share:.2f}"]
+            reached_at = "not reached" if mine is None else f"{race.ours.clock.seconds[mine]:.1f}"
+            theirs = race.theirs.clock.seconds[at]
+            cells = [f"{theirs:.1f}", reached_at, "" if race.share is None else f"{race.share:.2f}"]
         final = f"{race.theirs.final:.1%}" + ("" if race.learned else ", did not learn")
         lines.append(f"| {race.name} | {final} | {cells[0]} | {race.ours.final:.1%} | {' | '.join(cells[1:])} |")
     note = (
@@ -283,7 +314,7 @@ def draw(path: Path, best: dict[str, Line], device: str) -> None:
     target, series = best[BASE].final, {}
     for name, line in best.items():
         run = sorted(line.runs, key=lambda run: run.final)[(len(line.runs) - 1) // 2]
-        series[name] = list(zip(run.seconds, run.recalls, strict=True))
+        series[name] = list(zip(line.clock(run).seconds, run.recalls, strict=True))
     end = max(points[-1][0] for points in series.values())
     chart.draw(
         path,
@@ -325,15 +356,23 @@ def told(rows: Sequence[dict[str, str]], best: dict[str, Line]) -> list[str]:
             verdicts.append(f"{name}, at open_clip's final recall in at most half of its seconds: {held}.")
         if line.failed:
             ends = ", ".join(f"{run.final:.1%}" for run in line.failed)
+            several = "is" if len(line.failed) == 1 else "are"
             verdicts.append(
-                f"{name}: {len(line.failed)} more with the clock did not learn ({ends}) and are left out."
+                f"{name}: {len(line.failed)} more with the clock did not learn ({ends}) and {several} left out."
             )
+        if line.lent:
+            ends = ", ".join(f"{run.final:.1%} in {run.origin}" for run in line.lent)
+            verdicts.append(
+                f"{name}: {len(line.lent)} of {len(line.runs)} without a clock here ({ends}). Seconds of an epoch are"
+                f" there the mean of {len(line.timed)} with the clock, at any rate and whatever was learned."
+            )
+        clocks = [line.clock(run) for run in line.runs]
         apart = [
             f"{statistics.fmean(values):.{digits}f}"
             for values, digits in (
-                ([run.startup for run in line.runs], 1),
-                ([run.compile for run in line.runs], 1),
-                ([run.epoch_seconds for run in line.runs], 2),
+                ([clock.startup for clock in clocks], 1),
+                ([clock.compile for clock in clocks], 1),
+                ([clock.epoch_seconds for clock in clocks], 2),
             )
         ]
         recall = spread([100 * final for final in finals]) + "%"

@@ -6,9 +6,9 @@
 
 Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, warm-up, crops and
 precision, the same learning rates tried by both. The middle rate of each is run alone on the machine, with the clock;
-the others side by side, for their recall only; and then the best of each alone, once for each seed. A run with the
-clock that did not learn is run again, the next time. --leanclip-epochs gives leanclip another length than
-open_clip's: what counts is the time until a recall is reached.
+the others side by side, for their recall only; and then the best of each alone, once for each seed (with --only
+search side by side as well). A run with the clock that did not learn is run again, the next time. --leanclip-epochs
+gives leanclip another length than open_clip's: what counts is the time until a recall is reached.
 
 open_clip runs its own command, `open_clip_train.main`, with --torchcompile, and evaluates after every epoch, as
 `leanclip train` does here, which decides by itself whether to compile. Every run starts with empty caches of compiled
@@ -274,10 +274,14 @@ class Race:
     def command(self, trial: Trial) -> str:
         return shown(trial, self.arguments.model, flags(trial, self.arguments, self.data, Path("logs")), self.data)
 
+    def learned(self, trial: Trial) -> list[race_report.Curve]:
+        """Those of them that ended about as well as others, whatever their seed."""
+        like = self.curves(*(replace(trial, seed=seed) for seed in self.arguments.seeds))
+        return [curve for curve in self.curves(trial) if curve.learned(like)]
+
     def alone(self, trial: Trial) -> None:
         """With the clock, unless such a run is there that learned."""
-        like = self.curves(*(replace(trial, seed=seed) for seed in self.arguments.seeds))
-        if any(curve.alone and curve.learned(like) for curve in self.curves(trial)):
+        if any(curve.alone for curve in self.learned(trial)):
             print(f"{trial}: already there", flush=True)
             return
         if self.late(trial):
@@ -302,7 +306,7 @@ class Race:
     def together(self, wanted: list[Trial]) -> None:
         """For their recall."""
         with ThreadPoolExecutor(TOGETHER) as threads:
-            for future in [threads.submit(self.beside, trial) for trial in wanted if not self.curves(trial)]:
+            for future in [threads.submit(self.beside, trial) for trial in wanted if not self.learned(trial)]:
                 future.result()
 
     def beside(self, trial: Trial) -> None:
@@ -347,10 +351,12 @@ def measure(arguments: argparse.Namespace, output: Path) -> int:
             for trial in middle:
                 race.alone(trial)
         if arguments.only != "alone":
-            race.together(others)
-        if arguments.only != "search":
-            for trial in race.best([*middle, *others]):
-                race.alone(trial)
+            race.together([*middle, *others])
+        best = race.best([*middle, *others])
+        if arguments.only == "search":
+            race.together(best)
+        for trial in best if arguments.only != "search" else ():
+            race.alone(trial)
     return race.failed
 
 

@@ -189,36 +189,52 @@ def compared(tmp_path, *runs):
     return {name: (line.runs[0].lr, line.final) for name, line in best.items()}, missing
 
 
-def test_a_race_has_no_result_without_a_sound_baseline(tmp_path, capsys):
-    """Its best rate must have been run with the clock, and that run must not have gone wrong."""
-    better = ("open_clip", 2e-3, NO_TIME, [0.1, 0.3], False)
-    other = ("leanclip", 2e-3, NO_TIME, [0.1, 0.1], False)
-    assert compared(tmp_path, OURS, other) == ({}, ["open_clip infonce, with the clock at its best learning rate"])
-    found, (missing,) = compared(tmp_path, BASELINE, OURS, better, other)
-    assert found == {} and "with the clock at its best" in missing
-    wrong = ("open_clip", 2e-3, [40, 50], [0.1, 0.07])
-    found, (missing,) = compared(tmp_path, BASELINE, OURS, better, other, wrong)
-    assert found == {} and "at its best learning rate; that at 7.0% did not learn" in missing
+def test_a_race_has_no_result_without_a_baseline_that_was_timed(tmp_path, capsys):
+    without = ("open_clip", 1e-3, NO_TIME, [0.1, 0.2], False)
+    for runs in ((OURS,), (OURS, without)):
+        assert compared(tmp_path, *runs) == ({}, ["open_clip infonce, with the clock"])
     output = tmp_path / "wall_clock.csv"
     output.with_suffix(".svg").write_text("of an earlier state of the rows")
     assert wall_clock.main(["--write", "--output", str(output)]) == 0
     out = capsys.readouterr().out
     assert "No result yet" in out and "holds" not in out and not output.with_suffix(".svg").exists()
-    assert "| open_clip infonce | 0.002 | 10.0% | 7.0% | 50.0 | 5.0 | 10.00 | wall_clock.csv |" in out
-    assert "| open_clip infonce | 0.002 | 10.0% | 30.0% |  |  |  | wall_clock.csv |" in out
-    again = ("open_clip", 2e-3, [40, 50], [0.1, 0.295])
-    found, missing = compared(tmp_path, BASELINE, OURS, better, other, wrong, again)
-    assert found == {"open_clip infonce": (2e-3, 0.295), LINE: (1e-3, 0.2)} and missing == []
+    assert "| open_clip infonce | 0.001 | 10.0% | 20.0% |  |  |  | wall_clock.csv |" in out
+
+
+def test_a_run_without_a_clock_has_the_seconds_of_those_with_one(tmp_path, capsys):
+    """Of its own trainer, loss and length, at any rate, whether they learned or not."""
+    output = race(
+        tmp_path,
+        ("open_clip", 1e-3, [40, 50, 60], [0.1, 0.1, 0.2]),
+        ("open_clip", 2e-3, [*NO_TIME, ""], [0.1, 0.32, 0.3], False),  # best, there at epoch 2, but nobody looked
+        ("open_clip", 2e-3, [44, 58, 62], [0.1, 0.05, 0.07]),  # somebody did, but it had gone wrong
+        ("leanclip", 1e-3, [16, 20, 24], [0.1, 0.2, 0.2]),
+        ("leanclip", 2e-3, [16, 20, 26], [0.1, 0.2, 0.31]),
+        ("leanclip", 2e-3, [*NO_TIME, ""], [0.1, 0.3, 0.3], False),  # of a seed that has a clock: not counted
+        ("leanclip", 2e-3, [*NO_TIME, ""], [0.1, 0.3, 0.3], False, 1),
+    )
+    assert wall_clock.main(["--write", "--output", str(output)]) == 0
+    out = capsys.readouterr().out
+    assert "| open_clip infonce | 0.002 | 30.0% | 1 of 1 | 2 | 54.0 | 1.00 | 5.0 | 27.5 | 9.50 | 21.5 | 1.00 |" in out
+    assert "| leanclip infonce, 3 epochs | 0.002 | 30.5 ± 0.7% | 2 of 2 | 2, 3 | 23.0 ± 4.2 | 0.43 |" in out
+    assert "open_clip infonce: 1 more with the clock did not learn (7.0%) and is left out." in out
+    lent = (
+        "without a clock here (30.0% in wall_clock.csv). Seconds of an epoch are there the mean of 2 with the clock"
+    )
+    assert f"open_clip infonce: 1 of 1 {lent}" in out and f"leanclip infonce, 3 epochs: 1 of 2 {lent}" in out
 
 
 def test_a_baseline_that_was_better_in_an_earlier_race_has_gone_wrong(tmp_path, capsys):
+    """What it learned then counts, what it took then does not."""
     output = race(tmp_path, BASELINE, OURS)
-    assert race_report.compared(race_report.known(output))[1] == []
+    base = race_report.compared(race_report.known(output))[0]["open_clip infonce"]
+    assert base.final == 0.2 and base.lent == []
     for row in [*rows_of("open_clip", 1e-3, [4, 5], [0.1, 0.3]), *rows_of("leanclip", 1e-3, [1, 2], [0.3, 0.4])]:
         fields = [name for name in row if name not in ("run", "alone")]  # as they were written then
         table.append(output.with_name("second_race.csv"), fields, {name: row[name] for name in fields})
-    found, (missing,) = race_report.compared(race_report.known(output))
-    assert found == {} and "that at 20.0% did not learn" in missing
+    base = race_report.compared(race_report.known(output))[0]["open_clip infonce"]
+    assert base.final == 0.3 and [run.final for run in base.failed] == [0.2]
+    assert race_report.reached(base, None).seconds == [50]
     race_report.write(output)
     out = capsys.readouterr().out
     assert "| open_clip infonce | 0.001 | 10.0% | 30.0% | 5.0 | 5.0 | 1.00 | second_race.csv |" in out
@@ -325,6 +341,18 @@ def test_wall_clock_times_the_best_rate_with_every_seed(running):
     assert ran[6:] == [timed[0], timed[0], timed[1]]  # leanclip's middle rate with its first seed was there
     measure()
     assert len(ran) == 9
+
+
+def test_wall_clock_searches_side_by_side_with_every_seed_of_the_best(running):
+    given, ran, recalls, measure = running
+    given.seeds, given.only = [0, 1], "search"
+    recalls |= {("open_clip", 4e-3): 0.5}
+    measure()
+    rates = [(trainer, lr, False) for trainer in ("leanclip", "open_clip") for lr in (1e-3, 2e-3, 4e-3)]
+    assert sorted(ran[:6]) == rates
+    assert sorted(ran[6:]) in [[("leanclip", lr, False), ("open_clip", 4e-3, False)] for lr in given.lr]
+    measure()
+    assert len(ran) == 8
 
 
 def test_wall_clock_begins_nothing_after_its_limit(running):
