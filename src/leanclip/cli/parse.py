@@ -6,11 +6,14 @@ takes a dataclass as the defaults, which is how a recipe or file comes before th
 
 import contextlib
 import io
+import os
 import re
+from collections.abc import Iterator
 from typing import TypeVar
 
 import tyro
 
+from leanclip.cli import help
 from leanclip.errors import UserError
 
 OTHER_NAMES = {  # what other programs call them
@@ -31,9 +34,9 @@ arg = tyro.conf.arg
 
 def parse(kind: type[T], arguments: list[str], *, command: str, description: str, default: T | None = None) -> T:
     """Build `kind` from flags over `default`. Every mistake becomes a one-line UserError."""
-    complaint = io.StringIO()
+    complaint, told = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
+        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(told), _columns(help.COLUMNS):
             return tyro.cli(
                 kind,
                 args=arguments,
@@ -44,6 +47,7 @@ def parse(kind: type[T], arguments: list[str], *, command: str, description: str
             )
     except SystemExit as stop:
         if not stop.code:
+            help.show(told.getvalue())
             raise
         said = one_line(complaint.getvalue())
         if "did you mean" not in said and (
@@ -55,8 +59,24 @@ def parse(kind: type[T], arguments: list[str], *, command: str, description: str
         raise UserError(str(error)) from error
 
 
+@contextlib.contextmanager
+def _columns(width: int) -> Iterator[None]:
+    """As if the terminal were that wide."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(width)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+
+
 def one_line(boxed: str) -> str:
     """tyro's boxed complaint as a sentence: the first paragraph, and its nearest flag."""
+    if "Missing from leanclip" in boxed:
+        return f"missing: {' and '.join(re.findall(r'^ {6}([A-Z]+) *$', boxed, flags=re.MULTILINE))}"
     plain = re.sub(r"\[/?[a-z ]+\]", "", boxed)
     lines = [re.sub(r"^[│╭╮╰╯─|+\s]+|[│╭╮╰╯─|+\s]+$|^-{3,}$|-{5,}", "", line).strip() for line in plain.splitlines()]
     text = [line for line in lines[1:] if line]

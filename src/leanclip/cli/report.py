@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from leanclip.cli.parse import Positional, parse
+from leanclip.cli.parse import Positional, arg, parse
 from leanclip.errors import UserError
 from leanclip.reporting import write_report
 
@@ -20,7 +20,7 @@ curves on the same axes.
 
 @dataclass(frozen=True, kw_only=True)
 class ReportCommand:
-    runs: Annotated[tuple[str, ...], Positional]
+    runs: Annotated[tuple[str, ...], Positional, arg(metavar="RUN ...")]
     """The run's directory, or several."""
     output: str | None = None
     """The file to write. Default: report.html in the run's directory; comparison.html beside the first of several."""

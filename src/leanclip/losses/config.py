@@ -9,7 +9,7 @@ GammaSchedule = Literal["constant", "cosine", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """None means the default of the chosen loss."""
+    """What is not given is the default of the chosen loss."""
 
     tau: float | None = None
     """Initial temperature (0.07; a fine-tuned checkpoint's own if it has one)."""
