@@ -1,5 +1,6 @@
 """leanclip train: from the command line to the training loop."""
 
+import contextlib
 import json
 import sys
 import time
@@ -109,7 +110,19 @@ def start(
         found = profile(job)
         console.print(found.table(), *summary(found, job), sep="\n")
         return None
-    job.ranks.once(lambda: prepared(job, directory))
+    with contextlib.ExitStack() as held:
+        job.ranks.once(lambda: prepared(job, directory, held))
+        announce(job, console)
+        last, stopped = train(job, directory, console, alive, stop)
+    if stopped:
+        name = "" if settings.run.name else f"--name {job.config.run.name} "
+        console.print(f"stopped, since {stopped}: the same command with {name}--resume auto goes on")
+    console.print(f"checkpoint: {last}", f"report:     leanclip report {directory.path}", sep="\n")
+    return stopped
+
+
+def announce(job: Job, console: Console) -> None:
+    """What the user should know before the first step."""
     if left_out := job.data.train.source.broken:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in left_out.items())
         console.print(f"left out of the training data: {kinds}")
@@ -124,17 +137,12 @@ def start(
     if job.pieces.parts > 1:
         each = -(-job.ranks.largest_share(job.loader.batch) // job.pieces.parts)
         console.print(f"micro-batches: {job.pieces.parts} of {each} samples a step")
-    last, stopped = train(job, directory, console, alive, stop)
-    if stopped:
-        name = "" if settings.run.name else f"--name {job.config.run.name} "
-        console.print(f"stopped, since {stopped}: the same command with {name}--resume auto goes on")
-    console.print(f"checkpoint: {last}", f"report:     leanclip report {directory.path}", sep="\n")
-    return stopped
 
 
-def prepared(job: Job, directory: RunDirectory) -> None:
-    """The same; a disk that cannot be written is the user's to mend."""
+def prepared(job: Job, directory: RunDirectory, held: contextlib.ExitStack) -> None:
+    """The same, and no other run writes there; a disk that cannot be written is the user's to mend."""
     try:
+        held.enter_context(directory.held())
         prepare(job, directory)
     except OSError as error:
         raise UserError(f"cannot write {directory.path} ({error.strerror}); give another --logs") from error

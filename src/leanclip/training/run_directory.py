@@ -9,13 +9,20 @@ panel.json      held-out images with the captions the model finds
 zero_shot.json  how often which class was taken for which, at the last evaluation
 diagnosis.json  what was wrong with the numbers, where a run stopped because of them
 checkpoints/    step_00000100/ ..., best/, last -> the newest
+.lock           held by the process that writes all this
 """
 
+import contextlib
+import errno
+import fcntl
 import itertools
 import json
 import os
 import platform
 import shutil
+import socket
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +33,8 @@ import torch
 from leanclip.errors import UserError
 
 CARD_FILE = "README.md"
+LOCK_FILE = ".lock"
+PATIENCE = 10.0  # seconds for the process that had the directory before to end
 LIBRARIES = ("open_clip_torch", "timm", "torchvision", "numpy", "pillow")
 
 
@@ -65,6 +74,27 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def is_run(self) -> bool:
+        return (self.path / "run.json").is_file()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Against a second run of the same name: a lock that is gone with the process, however it ends.
+
+        Its children have no part in it. Where the file system knows no locks there is none.
+        """
+        if self._holds_something() and not self.is_run:  # `prepare` will leave it alone, too
+            yield
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(descriptor, self.path)
+            yield
+        finally:
+            os.close(descriptor)
+
     def prepare(self, *, overwrite: bool = False, beginning: bool = False, resume_from: Path | None = None) -> None:
         """Make the directory. What is there is gone on with, replaced by choice, or left alone with a complaint.
 
@@ -78,7 +108,7 @@ class RunDirectory:
                 raise UserError(
                     f"{self.path} exists; give another --name, --resume auto to go on with it, or --overwrite"
                 )
-            if not (self.path / "run.json").is_file():
+            if not self.is_run:
                 raise UserError(
                     f"{self.path} is no run of leanclip, so --overwrite leaves it alone; give another --name"
                 )
@@ -95,11 +125,11 @@ class RunDirectory:
             aside = self.path / f"before-{number}"
             aside.mkdir()
             for path in list(self.path.iterdir()):
-                if not path.name.startswith("before-"):
+                if not path.name.startswith(("before-", LOCK_FILE)):
                     path.rename(aside / path.name)
             return
         for path in list(self.path.iterdir()):
-            if keep and path.name.startswith("before-"):
+            if path.name == LOCK_FILE or (keep and path.name.startswith("before-")):
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -108,9 +138,9 @@ class RunDirectory:
 
     def _holds_something(self) -> bool:
         """More than what a run makes first, which may have been killed right then."""
-        if not self.path.is_dir() or not any(self.path.iterdir()):
+        if not self.path.is_dir():
             return False
-        begun = {path.name for path in self.path.iterdir()} <= {"checkpoints", "run.json.tmp"}
+        begun = {path.name for path in self.path.iterdir()} <= {"checkpoints", "run.json.tmp", LOCK_FILE}
         return not begun or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
     def facts(self) -> dict[str, Any]:
@@ -124,6 +154,26 @@ class RunDirectory:
     def describe(self, **facts: Any) -> None:
         """Add facts to run.json."""
         write_atomically(self.path / "run.json", json.dumps(self.facts() | facts, indent=1))
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return
+            if time.monotonic() > until:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                raise UserError(
+                    f"another run is writing {path} ({holder}); wait until it has ended, or give another --name"
+                ) from error
+            time.sleep(0.1)
+        else:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            return
 
 
 def environment(device: torch.device) -> dict[str, str]:
