@@ -66,7 +66,7 @@ def train(*arguments):
         (["selftest", "--loss", "infonse"], ["did you mean infonce?"]),
         (["train", "--recipe", "dem"], ["unknown recipe", "demo"]),
         (["evaluate", "absent"], ["no such run or checkpoint: absent"]),
-        (["evaluate"], ["checkpoint"]),
+        (["evaluate"], ["missing: CHECKPOINT"]),
         (["report", "absent"], ["absent"]),
     ],
 )
@@ -122,11 +122,16 @@ def test_a_checkpoint_of_another_model(capsys, tmp_path):
     line = complaint(train("--name", "two", "--model", "RN50", "--pretrained", str(weights)), capsys)
     assert "does not hold weights of RN50; give its own: --model " in line
     own = line.partition("--model ")[2]
-    line = complaint(["train", "--recipe", "finetune", "--pretrained", str(tmp_path / "one"), "--dry-run"], capsys)
+    finetune = ["train", "--recipe", "finetune", "--pretrained", str(tmp_path / "one"), "--logs", str(tmp_path)]
+    line = complaint([*finetune, "--model", "ViT-B-32", "--dry-run"], capsys)
     assert f"does not hold weights of ViT-B-32; give its own: --model {own}" in line and "Error" not in line
-    with pytest.raises(SystemExit) as stop:
-        main(train("--name", "two", "--model", own, "--pretrained", str(weights), *arguments))
-    assert stop.value.code == 0
+    for command in (
+        train("--name", "two", "--model", own, "--pretrained", str(weights), *arguments),
+        [*finetune, "--name", "three", *arguments],  # a run brings its model
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(command)
+        assert stop.value.code == 0
     capsys.readouterr()
     line = complaint(train("--name", "two", "--resume", str(tmp_path / "one"), "--loss", "siglip"), capsys)
     assert "one" in line

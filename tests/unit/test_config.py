@@ -122,3 +122,17 @@ def test_short_runs_do_not_evaluate_all_the_time(steps, every):
     assert fill(config, samples=1000).run.eval_every == every
     asked = override(config, {"eval_every": 1}, "test")
     assert fill(asked, samples=1000).run.eval_every == 1
+
+
+def test_weights_of_a_run_bring_their_model(tmp_path):
+    (tmp_path / "run/checkpoints/best").mkdir(parents=True)
+    (tmp_path / "run/run.json").write_text('{"model": "RN50"}')
+    (tmp_path / "else").mkdir()
+
+    def model(weights, **given):
+        settings = {"train_data": "x.tar", "pretrained": str(tmp_path / weights), **given}
+        return fill(override(TrainConfig(), settings, "test"), samples=1000).model.model
+
+    assert model("run") == model("run/checkpoints/best") == "RN50"
+    assert model("run", model="ViT-S-32") == "ViT-S-32"
+    assert model("else") == model("absent") == model("run/run.json") == "ViT-B-32"

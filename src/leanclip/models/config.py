@@ -10,7 +10,7 @@ class ModelConfig:
 
     model: str | None = None
     """An open_clip model name, or the path of a config file in its format.
-    Default: ViT-B-32; leanclip-tiny for the bundled data."""
+    Default: that of the run that --pretrained names, else ViT-B-32; leanclip-tiny for the bundled data."""
     pretrained: str | None = None
     """Weights to start from: a local checkpoint, a leanclip run, or an open_clip tag."""
     lock_image: bool = False

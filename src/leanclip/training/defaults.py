@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from leanclip.losses.registry import spec_of
 from leanclip.models import is_resnet
 from leanclip.optim import OptimConfig
 from leanclip.training.config import RunConfig, TrainConfig
+from leanclip.training.run_directory import RunDirectory
 
 # Between evaluations and between checkpoints, unless asked for: short runs would do little else.
 FEWEST_TO_EVALUATE, FEWEST_TO_SAVE = 10, 100
@@ -104,7 +106,18 @@ def default_name(config: TrainConfig) -> str:
 
 
 def _model_name(config: TrainConfig) -> str:
-    return config.model.model or ("leanclip-tiny" if config.data.train_data is None else "ViT-B-32")
+    """Given, or that of the run whose weights are given."""
+    usual = "leanclip-tiny" if config.data.train_data is None else "ViT-B-32"
+    return config.model.model or _model_of(config.model.pretrained) or usual
+
+
+def _model_of(weights: str | None) -> str | None:
+    """What a run trains, or the run that a checkpoint directory belongs to."""
+    if weights is None or not Path(weights).is_dir():
+        return None
+    path = Path(weights).resolve()
+    named = (RunDirectory(folder).facts().get("model") for folder in (path, path.parent.parent))
+    return next((name for name in named if isinstance(name, str)), None)
 
 
 def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | None]:
