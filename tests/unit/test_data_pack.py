@@ -381,12 +381,14 @@ def test_without_pyarrow_the_command_to_install_it_is_given(tmp_path, monkeypatc
         (["synthetic:5", "out", "--samples-per-shard", "0"], "samples_per_shard is 0"),
         (["synthetic:5", "{here}/notes.md/out"], "cannot write to"),
         (["synthetic:5", "out", "--workers", "-1"], "--workers is -1"),
+        (["pairs.csv", "out"], "its columns are a, b (name yours with --image-key, --caption-key, --separator)"),
     ],
 )
 def test_mistakes_end_in_one_line(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "notes.md").touch()
+    (tmp_path / "pairs.csv").write_text("a,b\n1,2\n")
     assert command(*(argument.replace("{here}", "here") for argument in arguments)) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

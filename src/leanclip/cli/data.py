@@ -150,7 +150,8 @@ def open_packable(command: PackCommand) -> "Packable":
     if kind == "csv":
         from leanclip.data.table import Table
 
-        return Table(command.source, separator=command.separator, **chosen)
+        flags = "--image-key, --caption-key, --separator"
+        return Table(command.source, separator=command.separator, flags=flags, **chosen)
     if kind == "parquet":
         from leanclip.data.parquet import Parquet
 

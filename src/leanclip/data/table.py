@@ -34,14 +34,18 @@ class Table(Packable):
         caption_key: str = "title",
         separator: str | None = None,
         manifest: Manifest | None = None,
+        flags: str = "--csv-img-key, --csv-caption-key, --csv-separator",
     ) -> None:
-        """Without a separator, the one that gives the header both columns. A run's manifest must still hold."""
+        """Without a separator, the one that gives the header both columns. A run's manifest must still hold.
+
+        `flags` are those that name the columns, for the complaint where they are others.
+        """
         self.path = Path(path)
         if not self.path.is_file():
             raise UserError(f"no such file: {self.path}; give a CSV or TSV file with a header line")
         self._stat = stat_all([str(path)], str(path))[0]
         self._open = OpenFiles()
-        columns, self.separator, start = _read_header(self.path, image_key, caption_key, separator)
+        columns, self.separator, start = _read_header(self.path, image_key, caption_key, separator, flags)
         self._columns = len(columns)
         self._image, self._caption = columns.index(image_key), columns.index(caption_key)
         size = self._stat.size
@@ -109,7 +113,9 @@ class Table(Packable):
         return row
 
 
-def _read_header(path: Path, image_key: str, caption_key: str, separator: str | None) -> tuple[list[str], str, int]:
+def _read_header(
+    path: Path, image_key: str, caption_key: str, separator: str | None, flags: str
+) -> tuple[list[str], str, int]:
     """The columns, the separator and where the rows start."""
     with path.open("rb") as file:
         content = file.readline(1 << 20)
@@ -133,7 +139,7 @@ def _read_header(path: Path, image_key: str, caption_key: str, separator: str | 
     missing = " and no ".join(key for key in (image_key, caption_key) if key not in found[likeliest])
     raise UserError(
         f"{path} has no column {missing}; separated by {likeliest!r} its columns are"
-        f" {', '.join(found[likeliest])[:500]} (name yours with --csv-img-key, --csv-caption-key, --csv-separator)"
+        f" {', '.join(found[likeliest])[:500]} (name yours with {flags})"
     )
 
 
