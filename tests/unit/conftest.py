@@ -1,6 +1,8 @@
 import json
+import shutil
 
 import pytest
+from checkpoint_runs import train
 
 SMALL = {
     "embed_dim": 48,
@@ -22,3 +24,29 @@ def small_run(tmp_path_factory):
               "--device", "cpu", *flags])  # fmt: skip
     assert stop.value.code == 0
     return logs / "small"
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory):
+    """A vision transformer and a text tower of two blocks each."""
+    path = tmp_path_factory.mktemp("model") / "small.json"
+    vision = {"image_size": 64, "layers": 2, "width": 128, "patch_size": 16}
+    text = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2}
+    path.write_text(json.dumps({"embed_dim": 64, "vision_cfg": vision, "text_cfg": text}))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def eight_steps(tmp_path_factory):
+    """A folder with a run that is over, with checkpoints after every second step (checkpoint_runs.py). Not to be
+    changed: `run` is a copy."""
+    folder = tmp_path_factory.mktemp("eight_steps")
+    assert train(folder) == 0
+    return folder
+
+
+@pytest.fixture
+def run(eight_steps, tmp_path):
+    shutil.copytree(eight_steps / "logs", tmp_path / "logs", symlinks=True)
+    shutil.copy(eight_steps / "tiny.json", tmp_path / "tiny.json")
+    return tmp_path

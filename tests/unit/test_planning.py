@@ -14,8 +14,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leanclip.cli import main
-from leanclip.cli.plan import count, does_not_fit, duration
 from leanclip.data import DataConfig
 from leanclip.distributed import Ranks, traffic
 from leanclip.errors import UserError
@@ -35,16 +33,6 @@ from leanclip.training.search import USED, Search, largest_batch, options
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 2**30
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A vision transformer and a text tower of two blocks each."""
-    path = tmp_path_factory.mktemp("model") / "small.json"
-    vision = {"image_size": 64, "layers": 2, "width": 128, "patch_size": 16}
-    text = {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 2, "layers": 2}
-    path.write_text(json.dumps({"embed_dim": 64, "vision_cfg": vision, "text_cfg": text}))
-    return str(path)
 
 
 def rows_of(name):
@@ -136,9 +124,9 @@ def test_autocast_decides_as_on_cuda(model, monkeypatch):
 
 
 @pytest.mark.parametrize("parts", [4, 7])
-def test_micro_batches_that_are_charged_count_as_if_traced(parts, monkeypatch, small):
+def test_micro_batches_that_are_charged_count_as_if_traced(parts, monkeypatch, small_model):
     ranks = 3
-    config = config_of(small, 40 * ranks)
+    config = config_of(small_model, 40 * ranks)
     short = predict_step(config, samples=1000, ranks=ranks, parts=parts)
     monkeypatch.setattr(predict, "TRACED", 99)
     whole = predict_step(config, samples=1000, ranks=ranks, parts=parts)
@@ -151,15 +139,15 @@ def test_micro_batches_that_are_charged_count_as_if_traced(parts, monkeypatch, s
     assert short.sent.entries == whole.sent.entries
 
 
-def test_many_micro_batches_take_no_longer_than_few(monkeypatch, small):
-    """Nor does the largest batch of small pictures, which is in the millions."""
+def test_many_micro_batches_take_no_longer_than_few(monkeypatch, small_model):
+    """Nor does the largest batch of small_model pictures, which is in the millions."""
     packed = []
     real = predict._packed
     monkeypatch.setattr(predict, "_packed", lambda *given: packed.append(1) or real(*given))
-    predict_step(config_of(small, 300 * 8), samples=10_000, parts=300, caption_length=12)
+    predict_step(config_of(small_model, 300 * 8), samples=10_000, parts=300, caption_length=12)
     assert len(packed) == predict.TRACED
     asked = {"samples": 12_000_000, "ranks": 4, "card": card_named("H100")}
-    most = largest_batch(config_of(small, micro_batch=512), room=60 * GIB, **asked)
+    most = largest_batch(config_of(small_model, micro_batch=512), room=60 * GIB, **asked)
     assert 4_000_000 < most < 12_000_000
 
 
@@ -187,17 +175,17 @@ def test_every_loss_can_be_traced(loss):
     assert found.sent.of_loss().bytes >= 2 * 32 * 128 * 2  # everybody's embeddings
 
 
-def test_every_precision_can_be_traced(small):
+def test_every_precision_can_be_traced(small_model):
     peaks = [
-        predict_step(config_of(small, 512, precision=precision), samples=1000).memory["activations"]
+        predict_step(config_of(small_model, 512, precision=precision), samples=1000).memory["activations"]
         for precision in ("amp", "fp32", "fp64")
     ]
     assert 1.3 * peaks[0] < peaks[1] and 1.8 * peaks[1] < peaks[2]
 
 
-def test_checkpointing_needs_less(small):
-    whole = predict_step(config_of(small, 256), samples=1000)
-    again = predict_step(config_of(small, 256, grad_checkpointing=True), samples=1000)
+def test_checkpointing_needs_less(small_model):
+    whole = predict_step(config_of(small_model, 256), samples=1000)
+    again = predict_step(config_of(small_model, 256, grad_checkpointing=True), samples=1000)
     assert again.memory["activations"] < 0.7 * whole.memory["activations"]
     assert sum(k.flops * n for k, n in again.kernels.items()) > sum(k.flops * n for k, n in whole.kernels.items())
 
@@ -275,8 +263,8 @@ def test_the_undivided_loss_needs_128_gpus_for_32k():
 
 
 @pytest.mark.slow
-def test_the_largest_micro_batch_that_fits(small):
-    config = config_of(small, 2000)
+def test_the_largest_micro_batch_that_fits(small_model):
+    config = config_of(small_model, 2000)
     search = Search(config, 1000, 2, (9, 0), 132)
     found = search.step(1000)
     whole = found.needed
@@ -291,9 +279,9 @@ def test_the_largest_micro_batch_that_fits(small):
 
 
 @pytest.mark.slow
-def test_the_fastest_way_that_fits_and_the_largest_batch(small):
+def test_the_fastest_way_that_fits_and_the_largest_batch(small_model):
     card, network = card_named("RTX3090"), NETWORKS["pcie"]
-    config = config_of(small, 4096)
+    config = config_of(small_model, 4096)
     asked = {"samples": 30_000, "ranks": 2, "card": card}
     free = list(options(config, room=80 * GIB, network=network, **asked))
     assert len(free) == 1 and free[0].predicted.parts == 1
@@ -303,7 +291,7 @@ def test_the_fastest_way_that_fits_and_the_largest_batch(small):
     assert all(option.predicted.needed <= room for option in tight)
     assert min(option.seconds for option in tight) > free[0].seconds
     assert all(option.exposed <= option.communication and option.exposed > 0 for option in tight)
-    most = largest_batch(config_of(small, 4096, micro_batch=512), room=8 * GIB, **asked)
+    most = largest_batch(config_of(small_model, 4096, micro_batch=512), room=8 * GIB, **asked)
     assert most % 2048 == 0 and 4096 <= most <= 30_000
 
 
@@ -413,24 +401,24 @@ def test_fused_operations_move_inputs_and_outputs_once():
     ]  # fmt: skip
 
 
-def test_compiling_recomputing_and_packing_need_less(small):
+def test_compiling_recomputing_and_packing_need_less(small_model):
     """Compiled code keeps less, as does one recomputed block, and captions without padding."""
     asked: dict[str, Any] = {"samples": 3000, "caption_length": 12}
-    eager = predict_step(config_of(small, 2048, graph="off"), **asked)
+    eager = predict_step(config_of(small_model, 2048, graph="off"), **asked)
     compiled, one, both = (
-        predict_step(config_of(small, 2048, compile="on", grad_checkpointing=number), **asked)
+        predict_step(config_of(small_model, 2048, compile="on", grad_checkpointing=number), **asked)
         for number in (False, 1, True)
     )
     activations = [step.memory["activations"] for step in (both, one, compiled, eager)]
     assert activations == sorted(activations) and activations[0] < 0.9 * activations[2]
-    padded = predict_step(config_of(small, 2048, pad_text=True), **asked)
+    padded = predict_step(config_of(small_model, 2048, pad_text=True), **asked)
     assert padded.memory["activations"] > 1.5 * eager.memory["activations"]
     assert compiled.recorded and not eager.recorded
 
 
-def test_the_micro_batch_of_the_trainer(monkeypatch, small):
+def test_the_micro_batch_of_the_trainer(monkeypatch, small_model):
     """From the free memory of a GPU that is not there; on a CPU the whole share."""
-    config, one = config_of(small, 512, loss="infonce"), Ranks(0, 1, None)
+    config, one = config_of(small_model, 512, loss="infonce"), Ranks(0, 1, None)
     assert fitting(config, samples=1000, ranks=one, device=torch.device("cpu")) == 512
     whole = predict_step(config, samples=1000)
     free = whole.peak // 2
@@ -469,120 +457,6 @@ def test_the_host_can_be_the_slower_one():
     assert card.step(compiled) == pytest.approx(2000 * card.host.compiled + rest + waiting)
     assert card.launching(recorded) == pytest.approx(100 * card.host.norm)  # the loss is recorded, too
     assert card.step(recorded) == pytest.approx(sum(card.times(kernels).values()) + waiting)
-
-
-@pytest.mark.parametrize(
-    ("text", "number"), [("400M", 400_000_000), ("2.7m", 2_700_000), ("3K", 3000), ("1,830", 1830), ("12", 12)]
-)
-def test_numbers_of_samples(text, number):
-    assert count(text) == number
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(360_000, "100.0 hours"), (3600, "1.0 hours"), (90, "1.5 minutes"), (2.5, "2.5 seconds"), (0.04, "0.0 seconds")],
-)
-def test_short_runs_are_not_rounded_to_nothing(seconds, said):
-    assert duration(seconds) == said
-    assert duration(seconds, of="GPU ") == said.replace(" ", " GPU ")
-
-
-def plan(capsys, *flags):
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", *flags])
-    shown = capsys.readouterr()
-    return stop.value.code or 0, shown.out, shown.err
-
-
-def test_the_command_says_what_to_run(capsys, small):
-    flags = ("--model", small, "--gpus", "16", "--gpu", "A10", "--samples", "40K")
-    flags += ("--compile", "off", "--compare", "--network", "25gbe", "--lr", "3e-4", "--ema", "0.99")
-    code, out, _ = plan(capsys, *flags, "--global-batch-size", "16384")
-    assert code == 0
-    for word in ("weights", "state tables", "communication", "usable (92%", "samples/s", " GPU ", "not hidden"):
-        assert word in out
-    assert "nominal figures" in out and "DisCo-CLIP" in out and "largest batch:" in out
-    command = next(line for line in out.splitlines() if line.startswith("run:"))
-    assert "torchrun --nnodes 2 --rdzv-backend c10d" in command
-    assert f"--nproc-per-node 8 -m leanclip train --model {small} --compile off --lr 3e-4 --ema 0.99" in command
-    assert "--global-batch-size 16384" in command and "--micro-batch 1024" in command  # as it was planned
-    assert not any(flag in command for flag in ("--gpus", "--gpu ", "--samples", "--network", "--compare", "25gbe"))
-
-
-def test_a_command_starts_as_many_processes_as_were_planned(capsys, small):
-    flags = ("--model", small, "--gpus", "12", "--gpu", "A10", "--samples", "40K", "--compile", "off")
-    _, out, _ = plan(capsys, *flags, "--global-batch-size", "1200", "--grad-checkpointing", "1")
-    assert "--nnodes 2 " in out and "--nproc-per-node 6 " in out
-    assert out.count("--grad-checkpointing 1") == 1
-
-
-@pytest.mark.parametrize("named", ["config", "flag", None])
-def test_the_data_are_asked_for_where_nothing_names_them(named, capsys, small, tmp_path, monkeypatch):
-    monkeypatch.setattr("leanclip.cli.plan.largest_batch", lambda *_, **__: 64)
-    config = tmp_path / "config.toml"
-    config.write_text(f'model = "{small}"\n' + 'train_data = "synthetic:256"\n' * (named == "config"))
-    flags = ["--config", str(config), "--gpu", "A10", "--global-batch-size", "64", "--compile", "off"]
-    _, out, _ = plan(capsys, *flags, *(["--train-data", "synthetic:256"] if named == "flag" else []))
-    assert "leanclip train" in out and ("--train-data ..." in out) == (named is None)
-    assert ("--train-data synthetic:256" in out) == (named == "flag")
-    assert " 0.0 hours" not in out
-
-
-def test_a_plan_is_there_before_the_largest_batch_is_looked_for(capsys, small, monkeypatch):
-    shown = []
-    monkeypatch.setattr(
-        "leanclip.cli.plan.largest_batch", lambda *_, **__: shown.append(capsys.readouterr().out) or 7
-    )
-    _, out, _ = plan(capsys, "--model", small, "--gpu", "A10", "--global-batch-size", "64", "--compile", "off")
-    assert "samples/s" in shown[0] and "run: " in shown[0]
-    assert "samples/s" not in out and "largest batch: 7" in out
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_whoever_waits_at_a_terminal_sees_what_for(terminal, capsys, small, monkeypatch):
-    def traced(*_, **__):
-        raise NotImplementedError("enough seen")
-
-    monkeypatch.setattr("leanclip.training.search.predict_step", traced)
-    monkeypatch.setenv("COLUMNS", "500")
-    if terminal:
-        monkeypatch.setenv("FORCE_COLOR", "1")  # which is a terminal to rich
-    flags = ("--model", small, "--gpu", "A10", "--global-batch-size", "600", "--micro-batch", "300")
-    _, out, err = plan(capsys, *flags, "--grad-checkpointing", "1")
-    assert out == "" and "enough seen" in err
-    assert (f"tracing a step of {small}, micro-batch 300 of 600, 1 blocks recomputed" in err) == terminal
-
-
-def test_what_does_not_fit_is_said_in_a_line(capsys, small):
-    code, out, err = plan(
-        capsys, "--model", small, "--gpu-memory", "0.1", "--global-batch-size", "64", "--compile", "off"
-    )
-    assert code == 2 and out == "" and "does not fit into 0.1 GiB" in err and err.count("\n") == 1
-    assert err.endswith("; take a larger GPU or a smaller model\n")
-
-
-@pytest.mark.parametrize(("gpus", "fsdp", "advised"), [(1, False, False), (2, False, True), (2, True, False)])
-def test_what_can_be_split_over_gpus_is_advised_where_there_are_several(gpus, fsdp, advised):
-    config = TrainConfig(parallel=ParallelConfig(fsdp=fsdp), data=DataConfig(global_batch_size=64))
-    said = does_not_fit(config, card_named("A10"), 1 << 30, most=0, gpus=gpus)
-    assert ("take --fsdp, a larger GPU or a smaller model" in said) == advised
-    assert ("--fsdp" in said) == advised
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--samples", "many"], "expected a number such as 400M"),
-        (["--gpus", "0"], "--gpus is 0; give at least 1"),
-        (["--network", "string"], "choose from nvlink"),
-        (["--gpu", "Voodoo2"], "choose from H200"),
-        (["--loss", "hinge"], "unknown loss 'hinge'"),
-        (["--model", "ViT-B-33"], "unknown model 'ViT-B-33'"),
-    ],
-)
-def test_mistakes_end_in_one_line(flags, message, capsys):
-    code, out, err = plan(capsys, *flags)
-    assert code == 2 and out == "" and message in err and err.count("\n") == 1
 
 
 def test_traffic_of_a_traced_step_is_that_of_the_ledger():

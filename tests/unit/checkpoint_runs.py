@@ -1,0 +1,57 @@
+"""A small run with checkpoints, for tests that go on with it or damage it."""
+
+import json
+
+import pytest
+
+from leanclip.cli import main
+from leanclip.config import override
+from leanclip.data.datasets import BUNDLED
+from leanclip.training import TrainConfig, set_up
+
+TINY = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 1, "layers": 1},
+}
+VALUES = {
+    "train_data": str(BUNDLED / "val-*.tar"), "global_batch_size": 20, "epochs": 3, "device": "cpu", "workers": 0,
+    "name": "run", "log_every": 1, "eval_every": 0, "warmup": 0, "lr": 0.01, "report_to": "none", "max_steps": 8,
+    "save_every": 2,
+}  # fmt: skip
+
+
+def arguments(folder, **changed):
+    path = folder / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    values = VALUES | {"model": str(path), "logs": str(folder / "logs")} | changed
+    found = ["train"]
+    for name, value in values.items():
+        flag = "--" + name.replace("_", "-")
+        found += [flag] if value is True else [] if value is False else [flag, str(value)]
+    return found
+
+
+def leanclip(*words):
+    with pytest.raises(SystemExit) as stop:
+        main([str(word) for word in words])
+    return stop.value.code
+
+
+def train(folder, **changed):
+    return leanclip(*arguments(folder, **changed))
+
+
+def names(folder):
+    return sorted(path.name for path in (folder / "logs/run/checkpoints").iterdir())
+
+
+def steps_of_metrics(folder):
+    lines = [json.loads(line) for line in (folder / "logs/run/metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if line["kind"] == "train"]
+
+
+def job_of(folder, **changed):
+    (folder / "tiny.json").write_text(json.dumps(TINY))
+    values = VALUES | {"model": str(folder / "tiny.json"), "logs": str(folder / "logs")} | changed
+    return set_up(override(TrainConfig(), values, "test"))
