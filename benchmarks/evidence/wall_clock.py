@@ -58,6 +58,7 @@ FIELDS = (
     "seconds", "startup_seconds", "evaluation_seconds", "text_to_image_recall_at_10", "image_to_text_recall_at_10",
     "trainer_command", *table.PROVENANCE,
 )  # fmt: skip
+TRAINERS = ("open_clip", "leanclip")
 TOGETHER = 4  # runs side by side, each with as many loading processes as one alone
 TINY = {
     "embed_dim": 32,
@@ -68,7 +69,7 @@ TINY = {
 
 @dataclass(frozen=True)
 class Trial:
-    trainer: str  # "open_clip" or "leanclip"
+    trainer: str
     loss: str
     lr: float
     seed: int
@@ -247,8 +248,9 @@ def trials(arguments: argparse.Namespace) -> tuple[list[Trial], list[Trial]]:
         ]
         for rate in arguments.lr
     ]
-    middle = found.pop(len(found) // 2)
-    return middle, [trial for several in found for trial in several]
+    wanted = [[trial for trial in several if trial.trainer in arguments.trainers] for several in found]
+    middle = wanted.pop(len(wanted) // 2)
+    return middle, [trial for several in wanted for trial in several]
 
 
 @dataclass
@@ -380,6 +382,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=math.inf, help="seconds; no run begins that would be over later"
     )
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=TRAINERS, help="that are run this time")
     parser.add_argument("--only", choices=("alone", "search"), help="with the clock, or side by side; else both")
     parser.add_argument("--output", type=Path, default=table.RESULTS / "wall_clock.csv")
     parser.add_argument("--outputs", type=Path, help="a folder for what each trainer printed, by the name of its run")

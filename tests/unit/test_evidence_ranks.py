@@ -280,7 +280,7 @@ def running(tmp_path, monkeypatch):
     given = argparse.Namespace(
         model=tmp_path / "small.json", batch=8, epochs=1, wd=0.1, workers=1, seeds=[0], crop=0.9, compile=False,
         leanclip_compile="auto", leanclip_epochs=None, losses=["infonce"], lr=[1e-3, 2e-3, 4e-3], limit=math.inf,
-        only=None, quick=True,
+        only=None, quick=True, trainers=wall_clock.TRAINERS,
     )  # fmt: skip
     given.model.write_text(json.dumps(wall_clock.TINY))
     data = wall_clock.Data([tmp_path / "train-000.tar"], tmp_path / "val.tar", 100)
@@ -353,6 +353,13 @@ def test_wall_clock_searches_side_by_side_with_every_seed_of_the_best(running):
     assert sorted(ran[6:]) in [[("leanclip", lr, False), ("open_clip", 4e-3, False)] for lr in given.lr]
     measure()
     assert len(ran) == 8
+
+
+def test_wall_clock_runs_the_trainers_that_were_asked_for(running):
+    given, ran, _, measure = running
+    given.trainers, given.seeds = ["leanclip"], [0, 1]
+    measure()
+    assert len(ran) == 4 and {trainer for trainer, _, _ in ran} == {"leanclip"}
 
 
 def test_wall_clock_begins_nothing_after_its_limit(running):
