@@ -311,16 +311,18 @@ def setting(rows: Sequence[dict[str, str]]) -> str:
 
 def draw(path: Path, best: dict[str, Line], device: str) -> None:
     """Of each line the run that ended in the middle."""
-    target, series = best[BASE].final, {}
+    target, series, lent = best[BASE].final, {}, []
     for name, line in best.items():
         run = sorted(line.runs, key=lambda run: run.final)[(len(line.runs) - 1) // 2]
+        lent += [] if run.alone else [name]
         series[name] = list(zip(line.clock(run).seconds, run.recalls, strict=True))
     end = max(points[-1][0] for points in series.values())
     chart.draw(
         path,
         series | {"open_clip's final recall": [(0.0, target), (end, target)]},
         title=f"Held-out text-to-image recall@10 over seconds from the start ({device})",
-        x_label="seconds, evaluations left out, compilation counted in",
+        x_label="seconds, evaluations left out, compilation counted in"
+        + (f"; without a clock of its own: {', '.join(lent)}" if lent else ""),
         y_label="recall@10",
         dashed=["open_clip's final recall"],
     )
