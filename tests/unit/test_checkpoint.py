@@ -248,6 +248,9 @@ def test_what_another_run_is_writing_is_left_alone(run):
     assert find_saved(str(run / "logs/run"), run / "logs/other")[0] is not None
     assert half.is_dir()
     find_saved("auto", run / "logs/run")
+    assert half.is_dir()
+    with RunDirectory(run / "logs/run").held():
+        find_saved("auto", run / "logs/run")
     assert not half.exists()
 
 

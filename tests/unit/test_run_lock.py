@@ -4,10 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
+import checkpoint_runs as runs
 import pytest
 
 from leanclip.cli import main
+from leanclip.errors import UserError
 from leanclip.training import run_directory
 from leanclip.training.run_directory import RunDirectory
 
@@ -17,6 +20,7 @@ import fcntl, os, sys, time
 file = os.open(sys.argv[1] + "/.lock", os.O_RDWR | os.O_CREAT)
 try:
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kind that children would inherit
 except OSError:
     print("refused")
 else:
@@ -31,16 +35,26 @@ def tried(path):
 
 
 @pytest.fixture
-def holder(tmp_path):
-    """Another process that writes tmp_path/run."""
-    (tmp_path / "run").mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.communicate()
+def holder_of():
+    """Makes another process that writes a directory."""
+    started = []
+
+    def hold(path):
+        path.mkdir(exist_ok=True)
+        process = subprocess.Popen([sys.executable, "-c", HOLDS, str(path)], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        return process
+
+    yield hold
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def holder(tmp_path, holder_of):
+    return holder_of(tmp_path / "run")
 
 
 def train(tmp_path, *more):
@@ -54,10 +68,70 @@ def test_a_second_run_of_the_same_name_leaves_the_first_alone(tmp_path, capsys, 
     monkeypatch.setattr(run_directory, "PATIENCE", 0.2)
     (tmp_path / "run" / "run.json").write_text("{}")
     (tmp_path / "run" / "metrics.jsonl").write_text("of the first\n")
+    half = tmp_path / "run/checkpoints/.step_00000099.tmp"
+    half.mkdir(parents=True)
     assert train(tmp_path, *more) == 2
+    assert half.is_dir()
     told = capsys.readouterr().err
+    assert f"waiting for another run that writes {tmp_path / 'run'} (somebody)\n" in told
     assert f"another run is writing {tmp_path / 'run'} (somebody); wait" in told and "another --name" in told
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "of the first\n"
+
+
+def test_whoever_only_looks_needs_no_lock(tmp_path, holder):
+    (tmp_path / "run/checkpoints/.step_00000099.tmp").mkdir(parents=True)
+    (tmp_path / "run" / "run.json").write_text("{}")
+    assert train(tmp_path, "--dry-run", "--resume", "auto") == 0
+    assert (tmp_path / "run/checkpoints/.step_00000099.tmp").is_dir()
+
+
+def ended_after(process, seconds):
+    thread = threading.Timer(seconds, process.kill)
+    thread.start()
+    return thread
+
+
+def test_a_run_that_was_waited_for_is_gone_on_with(run, holder_of, capsys):
+    """Its last checkpoint comes while the second one waits, as when a job is taken away and queued again."""
+    newest = run / "logs/run/checkpoints/step_00000008"
+    newest.rename(run / "later")
+    process = holder_of(run / "logs/run")
+
+    def saved_at_the_end():
+        (run / "later").rename(newest)
+        process.kill()
+
+    timer = threading.Timer(1.0, saved_at_the_end)
+    timer.start()
+    assert runs.train(run, resume="auto", max_steps=9) == 0
+    timer.join()
+    told = capsys.readouterr()
+    assert f"resumed from {newest.resolve()} at step 8 of 9" in told.out and "aside" not in told.err
+
+
+def test_a_run_that_began_and_ended_meanwhile_is_not_begun_anew(tmp_path, holder_of, capsys, monkeypatch):
+    """Nothing was there when the second one looked."""
+    from leanclip.cli import train as command
+
+    original = command.set_up
+
+    def slow(*given, **named):
+        job = original(*given, **named)
+        ended_after(holder_of(tmp_path / "run"), 1.0)
+        return job
+
+    monkeypatch.setattr(command, "set_up", slow)
+    assert train(tmp_path, "--resume", "auto") == 2
+    assert f"another run has written {tmp_path / 'run'} meanwhile" in capsys.readouterr().err
+
+
+def test_one_process_writes_a_run_once(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    refused = pytest.raises(UserError, match=r"writing .*run already")
+    with directory.held(), refused, directory.held():
+        pass
+    with RunDirectory(tmp_path / "run").held() as waited:
+        assert waited is False
 
 
 def test_a_killed_run_holds_nothing(tmp_path, holder):

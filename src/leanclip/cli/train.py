@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from leanclip.losses import LossConfig
 from leanclip.recipes import load_recipe
 from leanclip.training import Job, RunDirectory, TrainConfig, describe, device_of, set_up, train
 from leanclip.training.checkpoint import copy_best, set_aside, step_directories, tidy
+from leanclip.training.config import RunConfig
 from leanclip.training.defaults import default_name
 from leanclip.training.preview import preview
 from leanclip.training.profile import profile, summary
@@ -99,19 +100,21 @@ def start(
     settings: TrainConfig, *, dry_run: bool, profiled: bool = False, alive: Callable[[], None], stop: Stopping
 ) -> str | None:
     """This process's part of a run: the first one speaks and writes. Says why it was stopped, if it was."""
-    job = set_up(settings, kernels=not dry_run)
-    assert job.config.run.name is not None
-    console = Console(soft_wrap=True, highlight=False, quiet=not job.ranks.first)
-    directory = RunDirectory(Path(job.config.run.logs) / job.config.run.name)
-    if dry_run:
-        job.ranks.once(lambda: preview(job, directory, console))
-        return None
-    if profiled:
-        found = profile(job)
-        console.print(found.table(), *summary(found, job), sep="\n")
-        return None
     with contextlib.ExitStack() as held:
-        job.ranks.once(lambda: prepared(job, directory, held))
+        # Before it is looked at what there is to go on from: the run that writes it may be about to end.
+        known = not dry_run and not profiled and Ranks.current().once(lambda: hold(settings.run, held))
+        job = set_up(settings, kernels=not dry_run)
+        assert job.config.run.name is not None
+        console = Console(soft_wrap=True, highlight=False, quiet=not job.ranks.first)
+        directory = RunDirectory(Path(job.config.run.logs) / job.config.run.name)
+        if dry_run:
+            job.ranks.once(lambda: preview(job, directory, console))
+            return None
+        if profiled:
+            found = profile(job)
+            console.print(found.table(), *summary(found, job), sep="\n")
+            return None
+        job.ranks.once(lambda: prepared(job, directory, None if known else held))
         announce(job, console)
         last, stopped = train(job, directory, console, alive, stop)
     if stopped:
@@ -139,11 +142,29 @@ def announce(job: Job, console: Console) -> None:
         console.print(f"micro-batches: {job.pieces.parts} of {each} samples a step")
 
 
-def prepared(job: Job, directory: RunDirectory, held: contextlib.ExitStack) -> None:
-    """The same, and no other run writes there; a disk that cannot be written is the user's to mend."""
-    try:
+def hold(run: RunConfig, held: contextlib.ExitStack) -> bool:
+    """Keep others from a run that is there. One that is not is held when its directory is made."""
+    directory = RunDirectory(Path(run.logs) / (run.name or ""))
+    if run.name is None or not directory.is_run:
+        return False
+    with writable(directory):
         held.enter_context(directory.held())
+    return True
+
+
+def prepared(job: Job, directory: RunDirectory, held: contextlib.ExitStack | None) -> None:
+    """Make the directory ready, and keep others from it, unless that has been done."""
+    with writable(directory):
+        if held is not None and held.enter_context(directory.held()):
+            raise UserError(f"another run has written {directory.path} meanwhile; give the command again")
         prepare(job, directory)
+
+
+@contextlib.contextmanager
+def writable(directory: RunDirectory) -> Iterator[None]:
+    """A disk that cannot be written is the user's to mend."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"cannot write {directory.path} ({error.strerror}); give another --logs") from error
 

@@ -13,6 +13,7 @@ from leanclip.errors import UserError
 from leanclip.losses import LossConfig
 from leanclip.training.checkpoint import FORMAT, STATE_FILE, TENSORS, Position, step_directories, tidy
 from leanclip.training.config import TrainConfig
+from leanclip.training.run_directory import RunDirectory
 from leanclip.training.state import RunState
 from leanclip.training.storage import DamagedError, StoredTensors, verify
 
@@ -157,7 +158,7 @@ def find_saved(resume: str, run: Path) -> tuple[Path | None, list[str]]:
         return given.resolve(), []
     if not given.exists() and resume != AUTO:
         raise UserError(f"--resume {resume}: no such run or checkpoint: {given}")
-    if resume in (AUTO, LATEST):  # another run may be writing just now
+    if RunDirectory(given).is_held:  # else somebody may be writing just now
         tidy(given / "checkpoints")
     warnings = []
     for _, path in sorted(step_directories(given / "checkpoints"), reverse=True):

@@ -21,6 +21,7 @@ import os
 import platform
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from leanclip.errors import UserError
 CARD_FILE = "README.md"
 LOCK_FILE = ".lock"
 PATIENCE = 10.0  # seconds for the process that had the directory before to end
+_HELD: set[Path] = set()  # by this process
 LIBRARIES = ("open_clip_torch", "timm", "torchvision", "numpy", "pillow")
 
 
@@ -78,21 +80,32 @@ class RunDirectory:
     def is_run(self) -> bool:
         return (self.path / "run.json").is_file()
 
+    @property
+    def is_held(self) -> bool:
+        """By this process."""
+        return self.path.resolve() in _HELD
+
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> Iterator[bool]:
         """Against a second run of the same name: a lock that is gone with the process, however it ends.
 
-        Its children have no part in it. Where the file system knows no locks there is none.
+        Yields whether another one had to be waited for. Children of the process have no part in it. Where the file
+        system knows no locks there is none. The process loses it by opening and closing the file, as when it copies
+        the directory.
         """
         if self._holds_something() and not self.is_run:  # `prepare` will leave it alone, too
-            yield
+            yield False
             return
+        if self.is_held:
+            raise UserError(f"this process is writing {self.path} already; give another --name")
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            _lock(descriptor, self.path)
-            yield
+            waited = _lock(descriptor, self.path)
+            _HELD.add(self.path.resolve())
+            yield waited
         finally:
+            _HELD.discard(self.path.resolve())
             os.close(descriptor)
 
     def prepare(self, *, overwrite: bool = False, beginning: bool = False, resume_from: Path | None = None) -> None:
@@ -156,24 +169,28 @@ class RunDirectory:
         write_atomically(self.path / "run.json", json.dumps(self.facts() | facts, indent=1))
 
 
-def _lock(descriptor: int, path: Path) -> None:
-    until = time.monotonic() + PATIENCE
+def _lock(descriptor: int, path: Path) -> bool:
+    """Whether another process had it at first."""
+    until, waited = time.monotonic() + PATIENCE, False
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return
+                return waited
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
             if time.monotonic() > until:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
                 raise UserError(
                     f"another run is writing {path} ({holder}); wait until it has ended, or give another --name"
                 ) from error
+            if not waited:
+                print(f"leanclip: waiting for another run that writes {path} ({holder})", file=sys.stderr)
+            waited = True
             time.sleep(0.1)
         else:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-            return
+            return waited
 
 
 def environment(device: torch.device) -> dict[str, str]:
