@@ -1,3 +1,4 @@
+import json
 from dataclasses import fields
 
 import pytest
@@ -6,6 +7,7 @@ from leanclip.cli.train import parse_command, repeatable
 from leanclip.config import TrainConfig, flatten, load_toml, override, save_toml
 from leanclip.errors import UserError
 from leanclip.losses import LOSSES, loss_from_config
+from leanclip.models import CONFIG_FILE, model_config_of
 from leanclip.recipes import list_recipes, load_recipe
 from leanclip.training.defaults import PUBLISHED, fill, interpolated
 
@@ -125,14 +127,27 @@ def test_short_runs_do_not_evaluate_all_the_time(steps, every):
 
 
 def test_weights_of_a_run_bring_their_model(tmp_path):
-    (tmp_path / "run/checkpoints/best").mkdir(parents=True)
-    (tmp_path / "run/run.json").write_text('{"model": "RN50"}')
-    (tmp_path / "else").mkdir()
+    own, known = tmp_path / "own.json", model_config_of("ViT-S-32")[1]
+    own.write_text(json.dumps(known | {"embed_dim": 48}))
+
+    def saved(name, called, architecture):
+        folder = tmp_path / name / "checkpoints" / "last"
+        folder.mkdir(parents=True)
+        (tmp_path / name / "run.json").write_text(json.dumps({"model": called}))
+        (folder / CONFIG_FILE).write_text(json.dumps({"model_cfg": architecture, "preprocess_cfg": {}}))
+        return folder / CONFIG_FILE
 
     def model(weights, **given):
         settings = {"train_data": "x.tar", "pretrained": str(tmp_path / weights), **given}
         return fill(override(TrainConfig(), settings, "test"), samples=1000).model.model
 
-    assert model("run") == model("run/checkpoints/best") == "RN50"
-    assert model("run", model="ViT-S-32") == "ViT-S-32"
-    assert model("else") == model("absent") == model("run/run.json") == "ViT-B-32"
+    saved("plain", "ViT-S-32", known)
+    saved("given", str(own), known | {"embed_dim": 48})
+    forced = saved("forced", "ViT-S-32", known | {"quick_gelu": True})
+    moved = saved("moved", str(tmp_path / "gone.json"), known | {"embed_dim": 52})
+    assert model("plain") == model("plain/checkpoints/last") == "ViT-S-32"
+    assert model("given") == str(own)
+    assert (model("forced"), model("moved")) == (str(forced), str(moved))
+    assert model("plain", model="RN50") == "RN50"
+    (tmp_path / "else").mkdir()
+    assert model("else") == model("absent") == model("plain/run.json") == "ViT-B-32"

@@ -13,7 +13,9 @@ from leanclip.models.two_tower import (
     is_resnet,
     load_model,
     model_config_of,
+    named_architecture,
     prompt_templates,
+    saved_architecture,
     with_temperature,
 )
 from leanclip.models.untrusted import read_torch_file
@@ -31,7 +33,9 @@ __all__ = [
     "is_resnet",
     "load_model",
     "model_config_of",
+    "named_architecture",
     "prompt_templates",
     "read_torch_file",
+    "saved_architecture",
     "with_temperature",
 ]

@@ -5,8 +5,8 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -223,6 +223,7 @@ def create_model(
         with torch.device("meta"):
             return _build(name, model_config, None, config.preprocess, double=double, device="meta")
     weights, preprocess = _pretrained(config)
+    _check_activation(config, model_config)
     return _build(name, model_config, weights, preprocess | config.preprocess, double=double)
 
 
@@ -247,6 +248,22 @@ def architecture_name(config: dict[str, Any]) -> str | None:
     wanted = json.loads(json.dumps(config))
     paths = sorted((Path(open_clip.__file__).parent / "model_configs").glob("*.json"))
     return next((path.stem for path in paths if json.loads(path.read_text()) == wanted), None)
+
+
+def saved_architecture(path: Path) -> Path | None:
+    """The config beside the weights of a run or a checkpoint directory, if it is one."""
+    folders = (path, path / "checkpoints" / "last")
+    return next((folder / CONFIG_FILE for folder in folders if (folder / CONFIG_FILE).is_file()), None)
+
+
+def named_architecture(config: Path, names: Sequence[str]) -> str:
+    """The one of these names that stands for the architecture of a config file, or open_clip's; else the file's."""
+    own = model_config_of(str(config))[1]
+    for name in names:
+        with suppress(UserError):  # a file that is elsewhere now
+            if model_config_of(name)[1] == own:
+                return name
+    return architecture_name(own) or str(config)
 
 
 def loading_options(preprocess: PreprocessCfg) -> dict[str, Any]:
@@ -354,6 +371,19 @@ def _pretrained(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
             "fetch the weights by hand and give the file to --pretrained"
         ) from error
     return downloaded, {key: value for key, value in tag.items() if key in PREPROCESS_FIELDS}
+
+
+def _check_activation(config: ModelConfig, model_config: dict[str, Any]) -> None:
+    """Other weights do not fit into the model; those of another activation do, and compute something else."""
+    saved = None if config.pretrained is None else saved_architecture(Path(config.pretrained))
+    if saved is None:
+        return
+    theirs, ours = (bool(found.get("quick_gelu")) for found in (model_config_of(str(saved))[1], model_config))
+    if theirs != ours:
+        raise UserError(
+            f"{config.pretrained} was trained with {'' if theirs else 'no '}QuickGELU; give its own model, or none:"
+            f" --model {named_architecture(saved, ())}"
+        )
 
 
 def _saved_preprocessing(folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from leanclip.distributed import start_time
 from leanclip.errors import UserError
 from leanclip.losses import LossConfig
 from leanclip.losses.registry import spec_of
-from leanclip.models import is_resnet
+from leanclip.models import is_resnet, named_architecture, saved_architecture
 from leanclip.optim import OptimConfig
 from leanclip.training.config import RunConfig, TrainConfig
 from leanclip.training.run_directory import RunDirectory
@@ -112,12 +112,13 @@ def _model_name(config: TrainConfig) -> str:
 
 
 def _model_of(weights: str | None) -> str | None:
-    """What a run trains, or the run that a checkpoint directory belongs to."""
-    if weights is None or not Path(weights).is_dir():
+    """What the weights of a run or a checkpoint directory are of: the model's name, or the config beside them where
+    the run trained it in another form (--force-image-size, --force-quick-gelu, ...)."""
+    if weights is None or (saved := saved_architecture(Path(weights))) is None:
         return None
     path = Path(weights).resolve()
-    named = (RunDirectory(folder).facts().get("model") for folder in (path, path.parent.parent))
-    return next((name for name in named if isinstance(name, str)), None)
+    names = [RunDirectory(folder).facts().get("model") for folder in (path, path.parent.parent)]
+    return named_architecture(saved, [name for name in names if isinstance(name, str)])
 
 
 def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | None]:
