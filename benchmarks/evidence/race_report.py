@@ -3,8 +3,9 @@
 Of each trainer, loss and length the learning rate counts that had the best final recall in any of its runs, and at
 that rate all runs, one or more for each seed; of a seed with and without the clock those with it. A run that ended
 three points or more below the best of its command with any seed, in this race or an earlier one on the same data, did
-not learn: it is counted and left out. What a run takes does not depend on what it learns: one without the clock has
-the seconds of those that had it, the mean of each epoch over all learning rates, whether they learned or not.
+not learn: it is counted and left out. What a run takes should not depend on what it learns: one without the clock, or
+of an earlier race, has the seconds of those that had it in this one, the mean of each epoch over all learning rates,
+whether they learned or not. They are lent, and have no deviation.
 
 The target is the mean of open_clip's final recalls. The seconds of each run are those until its first epoch at or
 above the target, for open_clip's at or above its own final recall, so that a baseline which was good early is not
@@ -132,9 +133,9 @@ class Line(NamedTuple):
     """A trainer with a loss and a length."""
 
     runs: list[Curve]  # at the best learning rate, that learned
-    failed: list[Curve]  # with the clock at that rate, that did not
+    failed: list[Curve]  # at that rate, that did not
     rates: tuple[float, ...]  # that were tried
-    timed: list[Curve]  # with the clock, at any rate
+    timed: list[Curve]  # with the clock in this race, at any rate
 
     @property
     def final(self) -> float:
@@ -146,8 +147,16 @@ class Line(NamedTuple):
 
     @property
     def lent(self) -> list[Curve]:
-        """The runs that had no clock."""
+        """The runs that had no clock in this race."""
         return [run for run in self.runs if not run.alone]
+
+    @property
+    def seeds(self) -> int:
+        return len({run.seed for run in self.runs})
+
+    def spread(self, seconds: Sequence[float]) -> str:
+        """Mean and deviation; of seconds that are lent the mean alone."""
+        return f"{statistics.fmean(seconds):.1f}" if self.lent else spread(seconds)
 
     @property
     def usual(self) -> Clock:
@@ -167,10 +176,10 @@ def lines(runs: Sequence[Curve]) -> dict[str, Line]:
         best = max(own, key=lambda run: (run.final, run.alone))
         like = [run for run in own if run.lr == best.lr]
         learned = [run for run in like if run.learned(like)]
-        failed = [run for run in like if run.alone and not run.learned(like)]
+        failed = [run for run in like if not run.learned(like)]
         with_clock = {run.seed for run in learned if run.alone}
         counted = [run for run in learned if run.alone or run.seed not in with_clock]
-        timed = [run for run in own if run.alone]
+        timed = [run for run in own if run.alone and len(run.rows) == len(best.rows)]
         found[name] = Line(counted, failed, tuple(sorted({run.lr for run in own})), timed)
     return found
 
@@ -210,14 +219,15 @@ def reached(line: Line, target: float | None) -> Reached:
 def all_runs(runs: Sequence[Curve]) -> list[str]:
     """A table of what every run came to."""
     found = [
-        "| | rate | recall after the first epoch | final recall | whole run, s | startup | an epoch | rows |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | rate | recall after the first epoch | final recall | best | whole run, s | startup | an epoch | rows |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for run in sorted(runs, key=lambda run: (run.name != BASE, run.name, run.lr)):
         times = " |  | "
         if run.timed:
             times = f"{run.clock.seconds[-1]:.1f} | {run.clock.startup:.1f} | {run.clock.epoch_seconds:.2f}"
-        found.append(f"| {run.name} | {run.lr:g} | {run.recalls[0]:.1%} | {run.final:.1%} | {times} | {run.origin} |")
+        recalls = " | ".join(f"{recall:.1%}" for recall in (run.recalls[0], run.final, max(run.recalls)))
+        found.append(f"| {run.name} | {run.lr:g} | {recalls} | {times} | {run.origin} |")
     return found
 
 
@@ -322,7 +332,7 @@ def draw(path: Path, best: dict[str, Line], device: str) -> None:
         series | {"open_clip's final recall": [(0.0, target), (end, target)]},
         title=f"Held-out text-to-image recall@10 over seconds from the start ({device})",
         x_label="seconds, evaluations left out, compilation counted in"
-        + (f"; without a clock of its own: {', '.join(lent)}" if lent else ""),
+        + (f"; lent: {', '.join(lent)}'s" if lent else ""),
         y_label="recall@10",
         dashed=["open_clip's final recall"],
     )
@@ -349,24 +359,23 @@ def told(rows: Sequence[dict[str, str]], best: dict[str, Line]) -> list[str]:
         if found.seconds:
             share, steady = shared(found.seconds, theirs.seconds), shared(found.steady, theirs.steady)
             epochs = ", ".join(map(str, sorted(set(found.epochs))))
-            cells[1:] = [epochs, spread(found.seconds), f"{share:.2f}", spread(found.steady), f"{steady:.2f}"]
+            cells = [*cells[:1], epochs, line.spread(found.seconds), f"{share:.2f}"]
+            cells += [line.spread(found.steady), f"{steady:.2f}"]
         if line is not base:
             held = "does not hold: not all of its runs reach it"
             if len(found.seconds) == found.runs:
                 share = shared(found.seconds, theirs.seconds)
                 held = f"{'holds' if share <= 0.5 else 'does not hold'} ({share:.2f})"
+                held += ", by seconds that are lent" if base.lent or line.lent else ""
             verdicts.append(f"{name}, at open_clip's final recall in at most half of its seconds: {held}.")
         if line.failed:
-            ends = ", ".join(f"{run.final:.1%}" for run in line.failed)
-            several = "is" if len(line.failed) == 1 else "are"
-            verdicts.append(
-                f"{name}: {len(line.failed)} more with the clock did not learn ({ends}) and {several} left out."
-            )
+            ends = ", ".join(f"{run.final:.1%} in {run.origin}" for run in line.failed)
+            verdicts.append(f"{name}: not counted, because they did not learn: {ends}.")
         if line.lent:
             ends = ", ".join(f"{run.final:.1%} in {run.origin}" for run in line.lent)
             verdicts.append(
-                f"{name}: {len(line.lent)} of {len(line.runs)} without a clock here ({ends}). Seconds of an epoch are"
-                f" there the mean of {len(line.timed)} with the clock, at any rate and whatever was learned."
+                f"{name}: {len(line.lent)} of {len(line.runs)} had no clock in this race ({ends}). Their seconds are"
+                f" lent: of each epoch the mean of {len(line.timed)} that had one, at any rate, whatever was learned."
             )
         clocks = [line.clock(run) for run in line.runs]
         apart = [

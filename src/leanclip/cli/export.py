@@ -18,9 +18,9 @@ from leanclip.training.model_card import one_line
 
 DESCRIPTION = """Write a trained model for other libraries, read it back and compare its embeddings before saying so.
 
-open_clip:     one file of weights, OUT.safetensors or OUT.pt.
-transformers:  a directory for CLIPModel.from_pretrained, with tokenizer, image processor and model card;
-               for CLIP's own vision transformers, the only ones that CLIPModel has.
+  open_clip:     one file of weights, OUT.safetensors or OUT.pt.
+  transformers:  a directory for CLIPModel.from_pretrained, with tokenizer, image processor and model card;
+                 for CLIP's own vision transformers, the only ones that CLIPModel has.
 
 Neither needs a network or an account.
 

@@ -16,6 +16,7 @@ from rich.text import Text
 COLUMNS = 120  # of tyro's; from 130 on it puts sections side by side
 WIDEST = 100
 NAMES = 26  # columns of a flag; longer ones have a line of their own
+NARROW, LEAST = 60, 40  # below the first all have; nothing is narrower than the second
 
 
 class Section(NamedTuple):
@@ -27,7 +28,7 @@ class Section(NamedTuple):
 def show(told: str) -> None:
     """tyro's help, read again and printed."""
     console = Console(highlight=False, soft_wrap=True)
-    width = min(shutil.get_terminal_size().columns, WIDEST)
+    width = max(min(shutil.get_terminal_size().columns, WIDEST), LEAST)
     head, sections = read(told)
     for paragraph in re.split(r"\n\n+", head):
         whole = paragraph.startswith(" ") or "\n  " in paragraph  # examples and tables
@@ -88,8 +89,8 @@ def plain(lines: list[str]) -> str:
 
 
 def entry(names: str, help: str, width: int) -> Text:
-    indent = " " * (NAMES + 4)
+    indent = " " * (6 if width < NARROW else NAMES + 4)
     body = wrapped(help, width, indent)
-    if len(names) > NAMES:
+    if len(names) > NAMES or width < NARROW:
         return Text.assemble(("  " + names, "cyan"), "\n", body)
     return Text.assemble((f"  {names:<{NAMES + 2}}", "cyan"), body.removeprefix(indent))

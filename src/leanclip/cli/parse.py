@@ -47,7 +47,8 @@ def parse(kind: type[T], arguments: list[str], *, command: str, description: str
             )
     except SystemExit as stop:
         if not stop.code:
-            help.show(told.getvalue())
+            asked = {"-h", "--help"} & set(arguments)
+            help.show(told.getvalue()) if asked else print(told.getvalue(), end="")
             raise
         said = one_line(complaint.getvalue())
         if "did you mean" not in said and (
