@@ -4,7 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
+from types import SimpleNamespace
 
 import checkpoint_runs as runs
 import pytest
@@ -85,39 +86,45 @@ def test_whoever_only_looks_needs_no_lock(tmp_path, holder):
     assert (tmp_path / "run/checkpoints/.step_00000099.tmp").is_dir()
 
 
-def ended_after(process, seconds):
-    thread = threading.Timer(seconds, process.kill)
-    thread.start()
-    return thread
+@pytest.fixture
+def while_waiting(monkeypatch):
+    """What happens when a run begins to wait for the lock."""
+
+    def patched(then):
+        monkeypatch.setattr(run_directory, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: then()))
+
+    return patched
 
 
-def test_a_run_that_was_waited_for_is_gone_on_with(run, holder_of, capsys):
+def test_a_run_that_was_waited_for_is_gone_on_with(run, holder_of, while_waiting, capsys):
     """Its last checkpoint comes while the second one waits, as when a job is taken away and queued again."""
     newest = run / "logs/run/checkpoints/step_00000008"
     newest.rename(run / "later")
     process = holder_of(run / "logs/run")
 
-    def saved_at_the_end():
+    def saves_and_ends():
         (run / "later").rename(newest)
         process.kill()
+        process.wait()
 
-    timer = threading.Timer(1.0, saved_at_the_end)
-    timer.start()
+    while_waiting(saves_and_ends)
     assert runs.train(run, resume="auto", max_steps=9) == 0
-    timer.join()
     told = capsys.readouterr()
+    assert "waiting for another run" in told.err
     assert f"resumed from {newest.resolve()} at step 8 of 9" in told.out and "aside" not in told.err
 
 
-def test_a_run_that_began_and_ended_meanwhile_is_not_begun_anew(tmp_path, holder_of, capsys, monkeypatch):
+def test_a_run_that_began_and_ended_meanwhile_is_not_begun_anew(
+    tmp_path, holder_of, while_waiting, capsys, monkeypatch
+):
     """Nothing was there when the second one looked."""
     from leanclip.cli import train as command
 
     original = command.set_up
 
     def slow(*given, **named):
-        job = original(*given, **named)
-        ended_after(holder_of(tmp_path / "run"), 1.0)
+        job, process = original(*given, **named), holder_of(tmp_path / "run")
+        while_waiting(lambda: (process.kill(), process.wait()))
         return job
 
     monkeypatch.setattr(command, "set_up", slow)
