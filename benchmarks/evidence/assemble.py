@@ -171,11 +171,11 @@ def _lent(base: race_report.Line) -> str:
     """Whose seconds and whose recall are compared, where they are not of the same runs."""
     if not base.lent:
         return ""
-    files = sorted({run.origin for run in base.lent})
-    failed = f", {len(base.failed)} more did not learn" if base.failed else ""
+    files = ", ".join(sorted({run.origin for run in base.lent}))
+    failed = f"; {len(base.failed)} more at its rate did not learn" if base.failed else ""
     return (
-        f"; **open_clip's recall and seconds are of different runs**: {len(base.lent)} of {len(base.runs)} learned"
-        f" without the clock of this race ({', '.join(files)}){failed}"
+        f"; **open_clip's recall and seconds are of different runs**: recall of {len(base.lent)} in {files}, seconds"
+        f" of {len(base.timed)} that were timed in this race{failed}"
     )
 
 

@@ -7,7 +7,7 @@ from leanclip.cli.train import parse_command, repeatable
 from leanclip.config import TrainConfig, flatten, load_toml, override, save_toml
 from leanclip.errors import UserError
 from leanclip.losses import LOSSES, loss_from_config
-from leanclip.models import CONFIG_FILE, model_config_of
+from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, model_config_of
 from leanclip.recipes import list_recipes, load_recipe
 from leanclip.training.defaults import PUBLISHED, fill, interpolated
 
@@ -134,6 +134,7 @@ def test_weights_of_a_run_bring_their_model(tmp_path):
         folder = tmp_path / name / "checkpoints" / "last"
         folder.mkdir(parents=True)
         (tmp_path / name / "run.json").write_text(json.dumps({"model": called}))
+        (folder / WEIGHTS_FILE).touch()
         (folder / CONFIG_FILE).write_text(json.dumps({"model_cfg": architecture, "preprocess_cfg": {}}))
         return folder / CONFIG_FILE
 

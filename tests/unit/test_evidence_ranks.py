@@ -224,7 +224,7 @@ def test_a_run_without_a_clock_has_the_seconds_of_those_with_one(tmp_path, capsy
     assert "; lent: open_clip infonce" in output.with_suffix(".svg").read_text()
     row = "; ".join(assemble._seconds(race_report.known(output)))
     assert "54.0 s, compiled" in row and "one seed, a GPU; **open_clip's recall and seconds are of different" in row
-    assert "1 of 1 learned without the clock of this race (wall_clock.csv), 1 more did not learn |" in row
+    assert "recall of 1 in wall_clock.csv, seconds of 2 that were timed in this race; 1 more at its rate did" in row
 
 
 def test_a_baseline_that_was_better_in_an_earlier_race_has_gone_wrong(tmp_path, capsys):

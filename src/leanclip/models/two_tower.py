@@ -223,7 +223,6 @@ def create_model(
         with torch.device("meta"):
             return _build(name, model_config, None, config.preprocess, double=double, device="meta")
     weights, preprocess = _pretrained(config)
-    _check_activation(config, model_config)
     return _build(name, model_config, weights, preprocess | config.preprocess, double=double)
 
 
@@ -250,10 +249,16 @@ def architecture_name(config: dict[str, Any]) -> str | None:
     return next((path.stem for path in paths if json.loads(path.read_text()) == wanted), None)
 
 
+def saved_weights(path: Path) -> Path | None:
+    """The folder of the weights of a run or a checkpoint directory, if it is one."""
+    folders = (path, path / "checkpoints" / "last")
+    return next((folder for folder in folders if (folder / WEIGHTS_FILE).is_file()), None)
+
+
 def saved_architecture(path: Path) -> Path | None:
     """The config beside the weights of a run or a checkpoint directory, if it is one."""
-    folders = (path, path / "checkpoints" / "last")
-    return next((folder / CONFIG_FILE for folder in folders if (folder / CONFIG_FILE).is_file()), None)
+    folder = saved_weights(path)
+    return None if folder is None or not (folder / CONFIG_FILE).is_file() else folder / CONFIG_FILE
 
 
 def named_architecture(config: Path, names: Sequence[str]) -> str:
@@ -341,9 +346,8 @@ def _pretrained(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
         return None, {}
     path = Path(config.pretrained)
     if path.is_dir():
-        for folder in (path, path / "checkpoints" / "last"):
-            if (folder / WEIGHTS_FILE).is_file():
-                return folder / WEIGHTS_FILE, _saved_preprocessing(folder)
+        if (folder := saved_weights(path)) is not None:
+            return folder / WEIGHTS_FILE, _saved_preprocessing(folder)
         raise UserError(f"no weights in {path}: expected {WEIGHTS_FILE} there or in its checkpoints/last")
     if path.is_file():
         return path, {}
@@ -371,19 +375,6 @@ def _pretrained(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
             "fetch the weights by hand and give the file to --pretrained"
         ) from error
     return downloaded, {key: value for key, value in tag.items() if key in PREPROCESS_FIELDS}
-
-
-def _check_activation(config: ModelConfig, model_config: dict[str, Any]) -> None:
-    """Other weights do not fit into the model; those of another activation do, and compute something else."""
-    saved = None if config.pretrained is None else saved_architecture(Path(config.pretrained))
-    if saved is None:
-        return
-    theirs, ours = (bool(found.get("quick_gelu")) for found in (model_config_of(str(saved))[1], model_config))
-    if theirs != ours:
-        raise UserError(
-            f"{config.pretrained} was trained with {'' if theirs else 'no '}QuickGELU; give its own model, or none:"
-            f" --model {named_architecture(saved, ())}"
-        )
 
 
 def _saved_preprocessing(folder: Path) -> dict[str, Any]:
@@ -461,13 +452,17 @@ def _registered(config: dict[str, Any]) -> Iterator[str]:
 
 def _load_weights(clip: Any, path: Path, name: str, config: dict[str, Any]) -> None:
     check_weights(path)
+    saved = path.parent / CONFIG_FILE
+    own = model_config_of(str(saved))[1] if saved.is_file() else config
+    if bool(own.get("quick_gelu")) != bool(config.get("quick_gelu")):  # they fit, and would compute something else
+        trained = f"{path} was trained with {'' if own.get('quick_gelu') else 'no '}QuickGELU"
+        raise UserError(f"{trained}; give its own: --model {named_architecture(saved, ())}")
     try:
         open_clip.load_checkpoint(clip, str(path), weights_only=True)
     except Exception as error:  # whatever the many formats raise, the remedy is the same
         refusal = f"{path} does not hold weights of {name}"
-        saved = path.parent / CONFIG_FILE
-        if saved.is_file() and (own := model_config_of(str(saved))[1]) != config:
-            raise UserError(f"{refusal}; give its own: --model {architecture_name(own) or saved}") from error
+        if own != config:
+            raise UserError(f"{refusal}; give its own: --model {named_architecture(saved, ())}") from error
         reason = str(error).strip().splitlines()
         detail = next(
             (line.strip() for line in reason[1:] if line.strip()), reason[0] if reason else type(error).__name__
