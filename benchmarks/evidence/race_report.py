@@ -28,7 +28,7 @@ from table import not_complete
 BASE = "open_clip infonce"
 NEAR = 0.03  # of recall, that runs of the same command may differ by; seeds do by half a point
 SAME = ("batch", "samples", "model", "workers")
-EARLIER = ("second_race.csv", "third_race.csv")  # not the first, whose model was another
+EARLIER = ("second_race.csv", "third_race.csv", "fourth_race.csv")  # not the first, whose model was another
 RACES = ("first_race.csv", *EARLIER)
 OURS = "fastclip-v3"  # that ran in all of them
 
@@ -83,9 +83,8 @@ class Curve:
 
     @property
     def origin(self) -> str:
-        """The file it is in; rows without a run's name were taken over from the third race."""
-        run = self.rows[0]["run"]
-        return run if run in EARLIER else "wall_clock.csv" if run else "third_race.csv"
+        """The file it is in."""
+        return self.rows[0].get("race", "wall_clock.csv")
 
     @property
     def recalls(self) -> list[float]:
@@ -111,7 +110,7 @@ class Curve:
 def known(output: Path) -> list[dict[str, str]]:
     """The rows of this race, behind those of open_clip's in earlier ones."""
     earlier = [
-        row | {"run": name, "alone": "False"}
+        row | {"race": name, "alone": "False"}
         for name in EARLIER
         for row in table.rows(output.with_name(name))
         if row["trainer"] == "open_clip"
@@ -124,7 +123,8 @@ def curves(rows: Sequence[dict[str, str]]) -> list[Curve]:
     found: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         if all(row[name] == rows[-1][name] for name in SAME):
-            key = tuple(row.get(name, "") for name in ("trainer", "loss", "seed", "trainer_command", "run", "alone"))
+            named = ("trainer", "loss", "seed", "trainer_command", "race", "run", "alone")
+            key = tuple(row.get(name, "") for name in named)
             found.setdefault(key, []).append(row)
     return [Curve(several) for several in found.values()]
 

@@ -31,6 +31,7 @@ import math
 import os
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -167,11 +168,13 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path, *
     environment = with_bytecode() | {name: str(caches / name.lower()) for name in places}
     began = time.time()
     with (work / "output").open("w") as output:
-        done = subprocess.run([*command, *given], stdout=output, stderr=output, env=environment, check=False)
-    seen = work / "events"
-    events = [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
-    if done.returncode or not events:
-        raise RuntimeError(f"{trial} ended with code {done.returncode}:\n{(work / 'output').read_text()[-3000:]}")
+        process = subprocess.Popen(
+            [*command, *given], stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+        code = wait(process, work / "events", arguments.give_up)
+    events = read(work / "events")
+    if code or not events:
+        raise RuntimeError(f"{trial} ended with code {code}:\n{(work / 'output').read_text()[-3000:]}")
     if alone:
         print("  " + last_word(work / "output"), flush=True)
     name = uuid.uuid4().hex[:8]
@@ -180,7 +183,7 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path, *
         shutil.copy(work / "output", arguments.outputs / f"{name}.txt")
     shutil.rmtree(work)
     found, evaluating, startup = [], 0.0, 0.0
-    looks = list(zip(events[::2], events[1::2], strict=True))
+    looks = list(zip(events[::2], events[1::2], strict=False))
     usual = statistics.median(end["at"] - begin["at"] for begin, end in looks if end["epoch"])
     for begin, end in looks:
         seconds, took = begin["at"] - began - evaluating, end["at"] - begin["at"]
@@ -204,6 +207,27 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path, *
             }
         )  # fmt: skip
     return found
+
+
+def wait(process: subprocess.Popen[bytes], seen: Path, give_up: float) -> int:
+    """Its exit status; 0 also where it was ended after its first epoch, because it had learned nothing."""
+    try:
+        while process.poll() is None:
+            looks = read(seen)
+            if len(looks) > 3 and looks[3]["text_to_image"] <= give_up:
+                return 0
+            time.sleep(0.2)
+        return process.returncode
+    finally:  # also by Ctrl-C
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that load for it
+            process.wait()
+
+
+def read(events: Path) -> list[dict[str, Any]]:
+    """Those that are written whole."""
+    lines = events.read_text().splitlines(keepends=True) if events.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def with_bytecode() -> dict[str, str]:
@@ -286,18 +310,23 @@ class Race:
         if any(curve.alone for curve in self.learned(trial)):
             print(f"{trial}: already there", flush=True)
             return
-        if self.late(trial):
-            return
-        start = time.monotonic()
-        last = self.run(trial, alone=True)
-        self.longest[trial.trainer] = max(time.monotonic() - start, self.longest.get(trial.trainer, 0.0))
-        if last is not None:
+        for _ in range(self.arguments.tries):
+            if self.late(trial):
+                return
+            start = time.monotonic()
+            last = self.run(trial, alone=True)
+            self.longest[trial.trainer] = max(time.monotonic() - start, self.longest.get(trial.trainer, 0.0))
+            if last is None:
+                return
             print(
                 f"{trial}: {last['text_to_image_recall_at_10']:.1%} text-to-image recall@10 after"
                 f" {last['seconds']:.1f} s of which startup {last['startup_seconds']:.1f};"
                 f" evaluations took {last['evaluation_seconds']:.1f} s more",
                 flush=True,
             )
+            if last["epoch"] == last["epochs"]:
+                return
+            print(f"{trial}: at {self.arguments.give_up:.1%} or less after its first epoch, ended", flush=True)
 
     def late(self, trial: Trial) -> bool:
         over = time.monotonic() + self.longest.get(trial.trainer, 0.0) - self.began > self.arguments.limit
@@ -382,6 +411,13 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=math.inf, help="seconds; no run begins that would be over later"
     )
+    parser.add_argument(
+        "--give-up",
+        type=float,
+        default=-1.0,
+        help="recall; a run that is at it or below after its first epoch is ended",
+    )
+    parser.add_argument("--tries", type=int, default=1, help="of a run with the clock, where one is given up")
     parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=TRAINERS, help="that are run this time")
     parser.add_argument("--only", choices=("alone", "search"), help="with the clock, or side by side; else both")
     parser.add_argument("--output", type=Path, default=table.RESULTS / "wall_clock.csv")
