@@ -4,7 +4,9 @@
     python benchmarks/evidence/stopwatch.py open_clip EVENTS MODEL.json [flags of `open_clip_train.main`]
 
 Nothing of the trainers is changed but this: their functions that evaluate are called between two looks at the clock,
-and open_clip's is made to run with newer releases of webdataset, and without pandas, which only its CSV files need.
+and open_clip's is made to run with newer releases of webdataset, without pandas, which only its CSV files need, and
+with the barriers that leanclip puts into compiled kernels: without them torch 2.11 gave its model wrong gradients,
+and most of its runs did not learn (docs/log.md).
 EVENTS gets one JSON line a look: what began or ended, the time, and after an evaluation the epoch and the recalls.
 """
 
@@ -53,6 +55,8 @@ def leanclip(watch: Stopwatch, model: str, arguments: list[str]) -> None:
 def open_clip(watch: Stopwatch, model: str, arguments: list[str]) -> None:
     import open_clip
 
+    from leanclip.models.barriers import mend_compiled_kernels
+
     if importlib.util.find_spec("pandas") is None:
         sys.modules["pandas"] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("pandas", None))
     from open_clip_train import data as loading
@@ -62,6 +66,8 @@ def open_clip(watch: Stopwatch, model: str, arguments: list[str]) -> None:
     if "eof_value" in inspect.signature(loading.tar_file_expander).parameters:
         loading.tar_file_expander = functools.partial(loading.tar_file_expander, eof_value=None)
 
+    if "--torchcompile" in arguments:
+        mend_compiled_kernels()
     open_clip.add_model_config(model)
     evaluate, train_one_epoch = trainer.evaluate, trainer.train_one_epoch
 

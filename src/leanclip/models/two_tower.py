@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leanclip.errors import UserError
+from leanclip.models.barriers import mend_compiled_kernels
 from leanclip.models.blocks import Block
 from leanclip.models.config import ModelConfig
 from leanclip.models.text_length import EndOfText, Texts, padded_because, pooling, text_tower
@@ -165,6 +166,7 @@ class TwoTower(nn.Module):
 
     def compile_towers(self, *, whole: bool = True) -> None:
         """Compile what a training step runs, when it first runs: the towers' blocks, or another image tower whole."""
+        mend_compiled_kernels()
         self.compiled = True
         for module in self.modules():
             if isinstance(module, Block):
