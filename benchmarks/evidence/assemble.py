@@ -118,9 +118,7 @@ def headline(results: Path = table.RESULTS, steps: Path = ROOT / "benchmarks/res
         if command and not (results / f"{name}.md").is_file()
     ]
     later = f"Not measured yet: {'; '.join(missing)}. " if missing else ""
-    base = race_report.compared(race)[0].get(race_report.BASE)
-    if race and (base is None or base.lent):
-        later += _earlier(race_report.earlier(results), bool(seconds))
+    later += "" if seconds or not race else "Without a result: the race against open_clip's own trainer. "
     return "\n".join([*lines, later + NOT_RUN])
 
 
@@ -155,40 +153,19 @@ def _seconds(rows: list[dict[str, str]]) -> list[str]:
     told = []
     for name, line in best.items():
         found = race_report.reached(line, base.final)
-        seconds = f"{line.spread(found.seconds)} s" if found.seconds else "not reached"
+        seconds = f"{race_report.spread(found.seconds)} s" if found.seconds else "not reached"
         some = "" if len(found.seconds) in (0, found.runs) else f" ({len(found.seconds)} of {found.runs} runs)"
-        told.append(f"{name.removeprefix('leanclip ')}: {seconds}{some}")
+        told.append(f"{name.removeprefix('leanclip ')}: {seconds}{some}, {_runs(line)}")
     own, first = race_report.reached(base, None), base.runs[0].rows[0]
-    seeds = f"{base.seeds} seeds" if base.seeds > 1 else "one seed"
     return [
-        f"| seconds from the start to open_clip's final recall | {'; '.join(told)} |"
-        f" {base.spread(own.seconds)} s, compiled | {int(first['samples']):,} captioned photographs of 64 px,"
-        f" batch {first['batch']}, as many trials for each, {seeds}, {first['device']}{_lent(base)} |"
+        f"| seconds from the start to open_clip's final recall, {base.final:.1%} | {'; '.join(told)} |"
+        f" {race_report.spread(own.seconds)} s, compiled, {_runs(base)} | {int(first['samples']):,} captioned"
+        f" photographs of 64 px, batch {first['batch']}, as many trials for each, {first['device']} |"
     ]
 
 
-def _lent(base: race_report.Line) -> str:
-    """Whose seconds and whose recall are compared, where they are not of the same runs."""
-    if not base.lent:
-        return ""
-    files = ", ".join(sorted({run.origin for run in base.lent}))
-    failed = f"; {len(base.failed)} more at its rate did not learn" if base.failed else ""
-    return (
-        f"; **open_clip's recall and seconds are of different runs**: recall of {len(base.lent)} in {files}, seconds"
-        f" of {len(base.timed)} that were timed in this race{failed}"
-    )
-
-
-def _earlier(races: list[race_report.Earlier], compared: bool = False) -> str:
-    """What else is known of the race while it has no result, or one of seconds that are lent."""
-    told = "Without a result: the race against open_clip's own trainer, whose timed runs did not learn this time. "
-    if known := [race for race in races if race.learned]:
-        share = known[-1].share
-        ended = "its recall was not reached" if share is None else f"leanclip took {share:.2f} of its seconds"
-        if compared:
-            return f"The last race in which a timed run of open_clip's learned: {ended}; half was the aim. "
-        told = told.removesuffix(". ") + f"; in an earlier one, where one did, {ended}, and half was the aim. "
-    return "" if compared else told
+def _runs(line: race_report.Line) -> str:
+    return f"{len(line.runs)} seeds" if len(line.runs) > 1 else "one seed"
 
 
 def _step(rows: list[dict[str, str]]) -> list[str]:

@@ -1,16 +1,14 @@
-"""What the rows of wall_clock.py say, and whether they say it fairly: plot and paragraph.
+"""What the rows of wall_clock.py say: plot and paragraph.
 
-Of each trainer, loss and length the learning rate counts that had the best final recall in any of its runs, and at
-that rate all runs, one or more for each seed; of a seed with and without the clock those with it. A run that ended
-three points or more below the best of its command with any seed, in this race or an earlier one on the same data, did
-not learn: it is counted and left out. What a run takes should not depend on what it learns: one without the clock, or
-of an earlier race, has the seconds of those that had it in this one, the mean of each epoch over all learning rates,
-whether they learned or not. They are lent, and have no deviation.
+A line is a trainer with a loss and a length. Its learning rate is the one with the best final recall in any run of
+that trainer and loss on the same data, with or without the clock, of any length, in this race or an earlier one: that
+is its search. At that rate all runs count that had the clock in this race.
 
 The target is the mean of open_clip's final recalls. The seconds of each run are those until its first epoch at or
 above the target, for open_clip's at or above its own final recall, so that a baseline which was good early is not
-charged for the rest. A line that has not tried the same learning rates as open_clip, or never with the clock, is not
-compared, and nothing is where open_clip is such a line: then all that is written is what every run came to.
+charged for the rest. A line that has not tried the same learning rates as open_clip, or has no run with the clock at
+its best one, is not compared, and nothing is where open_clip is such a line: then all that is written is what every
+run came to.
 """
 
 import itertools
@@ -26,10 +24,11 @@ import table
 from table import not_complete
 
 BASE = "open_clip infonce"
-NEAR = 0.03  # of recall, that runs of the same command may differ by; seeds do by half a point
+NEAR = 0.03  # of recall: a run of open_clip's that ended so far below its others did not learn
 SAME = ("batch", "samples", "model", "workers")
 EARLIER = ("second_race.csv", "third_race.csv", "fourth_race.csv")  # not the first, whose model was another
 RACES = ("first_race.csv", *EARLIER)
+THIS = "wall_clock.csv"
 OURS = "fastclip-v3"  # that ran in all of them
 
 
@@ -60,6 +59,11 @@ class Curve:
     rows: list[dict[str, str]]
 
     @property
+    def trained_by(self) -> tuple[str, str]:
+        """Trainer and loss."""
+        return self.rows[0]["trainer"], self.rows[0]["loss"]
+
+    @property
     def name(self) -> str:
         first = self.rows[0]
         length = f", {first['epochs']} epochs" if first["trainer"] == "leanclip" else ""
@@ -70,11 +74,8 @@ class Curve:
         return float(self.rows[0]["lr"])
 
     @property
-    def seed(self) -> str:
-        return self.rows[0]["seed"]
-
-    @property
     def alone(self) -> bool:
+        """With the clock, in this race."""
         return self.rows[0]["alone"] == "True"
 
     @property
@@ -82,9 +83,13 @@ class Curve:
         return self.rows[0]["seconds"] != ""
 
     @property
+    def whole(self) -> bool:
+        return self.rows[-1]["epoch"] == self.rows[-1]["epochs"]
+
+    @property
     def origin(self) -> str:
         """The file it is in."""
-        return self.rows[0].get("race", "wall_clock.csv")
+        return self.rows[0].get("race", THIS)
 
     @property
     def recalls(self) -> list[float]:
@@ -93,10 +98,6 @@ class Curve:
     @property
     def final(self) -> float:
         return self.recalls[-1]
-
-    def learned(self, others: "Sequence[Curve]") -> bool:
-        """Whether it ended about as well as others like it."""
-        return self.final > max(other.final for other in others) - NEAR
 
     @property
     def clock(self) -> Clock:
@@ -108,12 +109,9 @@ class Curve:
 
 
 def known(output: Path) -> list[dict[str, str]]:
-    """The rows of this race, behind those of open_clip's in earlier ones."""
+    """The rows of this race, behind those of earlier ones."""
     earlier = [
-        row | {"race": name, "alone": "False"}
-        for name in EARLIER
-        for row in table.rows(output.with_name(name))
-        if row["trainer"] == "open_clip"
+        row | {"race": name, "alone": "False"} for name in EARLIER for row in table.rows(output.with_name(name))
     ]
     return [*earlier, *table.rows(output)]
 
@@ -129,58 +127,34 @@ def curves(rows: Sequence[dict[str, str]]) -> list[Curve]:
     return [Curve(several) for several in found.values()]
 
 
+def best_rates(runs: Sequence[Curve]) -> dict[tuple[str, str], float]:
+    """The learning rate of the best run, by trainer and loss."""
+    return {run.trained_by: run.lr for run in sorted(runs, key=lambda run: (run.final, run.alone)) if run.whole}
+
+
 class Line(NamedTuple):
     """A trainer with a loss and a length."""
 
-    runs: list[Curve]  # at the best learning rate, that learned
-    failed: list[Curve]  # at that rate, that did not
-    rates: tuple[float, ...]  # that were tried
-    timed: list[Curve]  # with the clock in this race, at any rate
+    runs: list[Curve]  # with the clock, at the best learning rate
+    search: list[Curve]  # of that trainer and loss
 
     @property
     def final(self) -> float:
         return statistics.fmean(run.final for run in self.runs)
 
     @property
-    def comparable(self) -> bool:
-        return bool(self.runs and self.timed)
-
-    @property
-    def lent(self) -> list[Curve]:
-        """The runs that had no clock in this race."""
-        return [run for run in self.runs if not run.alone]
-
-    @property
-    def seeds(self) -> int:
-        return len({run.seed for run in self.runs})
-
-    def spread(self, seconds: Sequence[float]) -> str:
-        """Mean and deviation; of seconds that are lent the mean alone."""
-        return f"{statistics.fmean(seconds):.1f}" if self.lent else spread(seconds)
-
-    @property
-    def usual(self) -> Clock:
-        clocks = [run.clock for run in self.timed]
-        seconds = [statistics.fmean(at) for at in zip(*(clock.seconds for clock in clocks), strict=True)]
-        return Clock(seconds, statistics.fmean(clock.startup for clock in clocks))
-
-    def clock(self, run: Curve) -> Clock:
-        return run.clock if run.alone else self.usual
+    def rates(self) -> tuple[float, ...]:
+        return tuple(sorted({run.lr for run in self.search}))
 
 
 def lines(runs: Sequence[Curve]) -> dict[str, Line]:
-    """By name."""
-    found = {}
-    for name in dict.fromkeys(run.name for run in runs):
-        own = [run for run in runs if run.name == name]
-        best = max(own, key=lambda run: (run.final, run.alone))
-        like = [run for run in own if run.lr == best.lr]
-        learned = [run for run in like if run.learned(like)]
-        failed = [run for run in like if not run.learned(like)]
-        with_clock = {run.seed for run in learned if run.alone}
-        counted = [run for run in learned if run.alone or run.seed not in with_clock]
-        timed = [run for run in own if run.alone and len(run.rows) == len(best.rows)]
-        found[name] = Line(counted, failed, tuple(sorted({run.lr for run in own})), timed)
+    """By name, those that have run in this race; of whole runs."""
+    runs = [run for run in runs if run.whole]
+    best, found = best_rates(runs), {}
+    for first in (run for run in runs if run.origin == THIS):
+        search = [run for run in runs if run.trained_by == first.trained_by]
+        counted = [run for run in search if run.alone and run.name == first.name and run.lr == best[first.trained_by]]
+        found[first.name] = Line(counted, search)
     return found
 
 
@@ -188,9 +162,9 @@ def compared(rows: Sequence[dict[str, str]]) -> tuple[dict[str, Line], list[str]
     """The lines that are compared, open_clip's first, and what is missing. No lines where nothing can be."""
     found = lines(curves(rows)) if rows else {}
     base = found.get(BASE)
-    if base is None or not base.comparable:
+    if base is None or not base.runs:
         return {}, [f"{BASE}, with the clock"]
-    whole = [name for name, line in found.items() if line.rates == base.rates and line.comparable]
+    whole = [name for name, line in found.items() if line.rates == base.rates and line.runs]
     order = sorted(whole, key=lambda name: name != BASE)
     return {name: found[name] for name in order}, [name for name in found if name not in whole]
 
@@ -207,7 +181,7 @@ class Reached(NamedTuple):
 def reached(line: Line, target: float | None) -> Reached:
     """None: by each run its own final recall."""
     pairs = [(run, run.reaches(run.final if target is None else target)) for run in line.runs]
-    there = [(line.clock(run), at) for run, at in pairs if at is not None]
+    there = [(run.clock, at) for run, at in pairs if at is not None]
     return Reached(
         len(line.runs),
         [clock.seconds[at] for clock, at in there],
@@ -255,8 +229,9 @@ def earlier(folder: Path) -> list[Earlier]:
         theirs = [run for run in runs if run.rows[0]["trainer"] == "open_clip"]
         ours = [run for run in runs if run.rows[0]["trainer"] == "leanclip" and run.rows[0]["loss"] == OURS]
         if theirs and ours:
-            same = [race.theirs for race in found if race.name in EARLIER and name in EARLIER]
-            found.append(Earlier(name, theirs[0], ours[0], theirs[0].learned([theirs[0], *same])))
+            same = [race.theirs.final for race in found if race.name in EARLIER and name in EARLIER]
+            learned = theirs[0].final > max(same, default=0.0) - NEAR
+            found.append(Earlier(name, theirs[0], ours[0], learned))
     return found
 
 
@@ -299,7 +274,8 @@ def write(output: Path) -> None:
         plot.unlink(missing_ok=True)
         text = [setting(rows), "", f"**No result yet.** Missing: {'; '.join(missing)}.", ""]
     text += [
-        "The runs that were looked at for this, with times where they were alone on the machine:",
+        "The runs that were looked at for this, with times where they were alone on the machine. Those of open_clip's"
+        " in earlier races had no barriers in their compiled kernels, which is why some did not learn (see the log).",
         "",
         *all_runs(curves(rows)),
         "",
@@ -321,18 +297,16 @@ def setting(rows: Sequence[dict[str, str]]) -> str:
 
 def draw(path: Path, best: dict[str, Line], device: str) -> None:
     """Of each line the run that ended in the middle."""
-    target, series, lent = best[BASE].final, {}, []
+    target, series = best[BASE].final, {}
     for name, line in best.items():
         run = sorted(line.runs, key=lambda run: run.final)[(len(line.runs) - 1) // 2]
-        lent += [] if run.alone else [name]
-        series[name] = list(zip(line.clock(run).seconds, run.recalls, strict=True))
+        series[name] = list(zip(run.clock.seconds, run.recalls, strict=True))
     end = max(points[-1][0] for points in series.values())
     chart.draw(
         path,
         series | {"open_clip's final recall": [(0.0, target), (end, target)]},
         title=f"Held-out text-to-image recall@10 over seconds from the start ({device})",
-        x_label="seconds, evaluations left out, compilation counted in"
-        + (f"; lent: {', '.join(lent)}'s" if lent else ""),
+        x_label="seconds, evaluations left out, compilation counted in",
         y_label="recall@10",
         dashed=["open_clip's final recall"],
     )
@@ -342,42 +316,30 @@ def told(rows: Sequence[dict[str, str]], best: dict[str, Line]) -> list[str]:
     """What was run, the table of the compared, and what came of it."""
     base = best[BASE]
     target, theirs = base.final, reached(base, None)
+    lengths = {run.rows[0]["epochs"] for line in best.values() for run in line.search if run.lr != line.runs[0].lr}
+    tried = f", tried with {' or '.join(sorted(lengths))} epochs" if lengths else ""
+    rates = ", ".join(f"{rate:g}" for rate in base.rates)
     text = [
-        f"{setting(rows)} Target: the mean of open_clip's final text-to-image recalls@10, {target:.1%}. Each line had"
-        f" the learning rates {', '.join(f'{rate:g}' for rate in base.rates)} to choose from. Mean and deviation over"
-        " seeds; `reached by` counts the runs that are at the target after some epoch, and the seconds are theirs.",
+        f"{setting(rows)} Target: the mean of open_clip's final text-to-image recalls@10, {target:.1%}. Each trainer"
+        f" and loss had the learning rates {rates} to choose from{tried}, in this race or an earlier one (second"
+        " table). Mean and deviation over seeds; `reached by` counts the runs that are"
+        " at the target after some epoch, and the seconds are theirs.",
         "",
         "| | rate | final recall | reached by | after epoch | seconds | of open_clip's | startup | compilation"
-        " | an epoch | seconds without startup and compilation | of open_clip's |",
+        " | an epoch | seconds without startup and compilation | of open_clip's, likewise |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     verdicts = []
     for name, line in best.items():
         found = theirs if line is base else reached(line, target)
-        finals = [run.final for run in line.runs]
         cells = [f"{len(found.seconds)} of {found.runs}", "", "", "", "", ""]
         if found.seconds:
             share, steady = shared(found.seconds, theirs.seconds), shared(found.steady, theirs.steady)
             epochs = ", ".join(map(str, sorted(set(found.epochs))))
-            cells = [*cells[:1], epochs, line.spread(found.seconds), f"{share:.2f}"]
-            cells += [line.spread(found.steady), f"{steady:.2f}"]
+            cells = [*cells[:1], epochs, spread(found.seconds), f"{share:.2f}", spread(found.steady), f"{steady:.2f}"]
         if line is not base:
-            held = "does not hold: not all of its runs reach it"
-            if len(found.seconds) == found.runs:
-                share = shared(found.seconds, theirs.seconds)
-                held = f"{'holds' if share <= 0.5 else 'does not hold'} ({share:.2f})"
-                held += ", by seconds that are lent" if base.lent or line.lent else ""
-            verdicts.append(f"{name}, at open_clip's final recall in at most half of its seconds: {held}.")
-        if line.failed:
-            ends = ", ".join(f"{run.final:.1%} in {run.origin}" for run in line.failed)
-            verdicts.append(f"{name}: not counted, because they did not learn: {ends}.")
-        if line.lent:
-            ends = ", ".join(f"{run.final:.1%} in {run.origin}" for run in line.lent)
-            verdicts.append(
-                f"{name}: {len(line.lent)} of {len(line.runs)} had no clock in this race ({ends}). Their seconds are"
-                f" lent: of each epoch the mean of {len(line.timed)} that had one, at any rate, whatever was learned."
-            )
-        clocks = [line.clock(run) for run in line.runs]
+            verdicts += verdict(name, line, base)
+        clocks = [run.clock for run in line.runs]
         apart = [
             f"{statistics.fmean(values):.{digits}f}"
             for values, digits in (
@@ -386,12 +348,33 @@ def told(rows: Sequence[dict[str, str]], best: dict[str, Line]) -> list[str]:
                 ([clock.epoch_seconds for clock in clocks], 2),
             )
         ]
-        recall = spread([100 * final for final in finals]) + "%"
+        recall = spread([100 * run.final for run in line.runs]) + "%"
         text.append(
             f"| {name} | {line.runs[0].lr:g} | {recall} | {' | '.join(cells[:4])} | {' | '.join(apart)}"
             f" | {' | '.join(cells[4:])} |"
         )
     return [*text, "", *(f"- {verdict}" for verdict in verdicts)]
+
+
+def verdict(name: str, line: Line, base: Line) -> list[str]:
+    """Whether the claim holds, and how it is with the best of open_clip's runs as the target."""
+    found, theirs = reached(line, base.final), reached(base, None)
+    held = "does not hold: not all of its runs reach it"
+    if len(found.seconds) == found.runs:
+        share = shared(found.seconds, theirs.seconds)
+        held = f"{'holds' if share <= 0.5 else 'does not hold'} ({share:.2f})"
+    said = [f"{name}, at open_clip's final recall in at most half of its seconds: {held}."]
+    if len(base.runs) > 1:
+        best = max(base.runs, key=lambda run: run.final)
+        at, there = best.reaches(best.final), reached(line, best.final)
+        assert at is not None
+        told = f"{len(there.seconds)} of {there.runs} reach it"
+        if there.seconds:
+            told += f", after {spread(there.seconds)} s"
+        said.append(
+            f"The best of open_clip's runs instead, at {best.final:.1%} after {best.clock.seconds[at]:.1f} s: {told}."
+        )
+    return said
 
 
 def shared(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -7,14 +7,15 @@
 Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, warm-up, crops and
 precision, the same learning rates tried by both. The middle rate of each is run alone on the machine, with the clock;
 the others side by side, for their recall only; and then the best of each alone, once for each seed (with --only
-search side by side as well). A run with the clock that did not learn is run again, the next time. --leanclip-epochs
-gives leanclip another length than open_clip's: what counts is the time until a recall is reached.
+search side by side as well). Rates that were tried in an earlier race, with any length, need not be tried again
+(--only alone). --leanclip-epochs gives leanclip another length than open_clip's: what counts is the time until a
+recall is reached.
 
 open_clip runs its own command, `open_clip_train.main`, with --torchcompile, and evaluates after every epoch, as
-`leanclip train` does here, which decides by itself whether to compile. Every run starts with empty caches of compiled
-models and kernels; one with the clock also without an index of its shards. The bytecode of the packages is there, as
-an installation leaves it. An epoch of open_clip's is rounded up to as many whole batches for each worker, one of
-leanclip's down to whole batches.
+`leanclip train` does here, which decides by itself whether to compile. What is compiled has leanclip's barriers in
+both (stopwatch.py says why). Every run starts with empty caches of compiled models and kernels; one with the clock
+also without an index of its shards. The bytecode of the packages is there, as an installation leaves it. An epoch of
+open_clip's is rounded up to as many whole batches for each worker, one of leanclip's down to whole batches.
 
 The clock starts with the process. Time inside evaluations is left out on both sides, but for what leanclip's first
 one, before the first step, takes longer than the others: that is start-up. Two parts are also shown apart: `startup`,
@@ -290,43 +291,37 @@ class Race:
         self.longest: dict[str, float] = {}  # seconds, of each trainer
         self.writing = threading.Lock()
 
-    def curves(self, *wanted: Trial) -> list[race_report.Curve]:
-        """The whole runs of these trials that there are."""
-        given = {self.command(trial) for trial in wanted}
-        rows = [row for row in race_report.known(self.output) if row["trainer_command"] in given]
+    def there(self, trial: Trial, *, alone: bool) -> bool:
+        """Whether this race has a whole run of it, with the clock if it should be alone."""
+        return any(curve.alone or not alone for curve in self.curves(trial))
+
+    def curves(self, trial: Trial) -> list[race_report.Curve]:
+        """Its whole runs in this race."""
+        command = self.command(trial)
+        rows = [row for row in table.rows(self.output) if row["trainer_command"] == command]
         found = race_report.curves([row for row in rows if int(row["samples"]) == self.data.samples])
-        return [curve for curve in found if curve.rows[-1]["epoch"] == curve.rows[-1]["epochs"]]
+        return [curve for curve in found if curve.whole]
 
     def command(self, trial: Trial) -> str:
         return shown(trial, self.arguments.model, flags(trial, self.arguments, self.data, Path("logs")), self.data)
 
-    def learned(self, trial: Trial) -> list[race_report.Curve]:
-        """Those of them that ended about as well as others, whatever their seed."""
-        like = self.curves(*(replace(trial, seed=seed) for seed in self.arguments.seeds))
-        return [curve for curve in self.curves(trial) if curve.learned(like)]
-
     def alone(self, trial: Trial) -> None:
-        """With the clock, unless such a run is there that learned."""
-        if any(curve.alone for curve in self.learned(trial)):
+        """With the clock, unless such a run is there."""
+        if self.there(trial, alone=True):
             print(f"{trial}: already there", flush=True)
             return
-        for _ in range(self.arguments.tries):
-            if self.late(trial):
-                return
-            start = time.monotonic()
-            last = self.run(trial, alone=True)
-            self.longest[trial.trainer] = max(time.monotonic() - start, self.longest.get(trial.trainer, 0.0))
-            if last is None:
-                return
+        if self.late(trial):
+            return
+        start = time.monotonic()
+        last = self.run(trial, alone=True)
+        self.longest[trial.trainer] = max(time.monotonic() - start, self.longest.get(trial.trainer, 0.0))
+        if last is not None:
             print(
                 f"{trial}: {last['text_to_image_recall_at_10']:.1%} text-to-image recall@10 after"
                 f" {last['seconds']:.1f} s of which startup {last['startup_seconds']:.1f};"
                 f" evaluations took {last['evaluation_seconds']:.1f} s more",
                 flush=True,
             )
-            if last["epoch"] == last["epochs"]:
-                return
-            print(f"{trial}: at {self.arguments.give_up:.1%} or less after its first epoch, ended", flush=True)
 
     def late(self, trial: Trial) -> bool:
         over = time.monotonic() + self.longest.get(trial.trainer, 0.0) - self.began > self.arguments.limit
@@ -337,7 +332,9 @@ class Race:
     def together(self, wanted: list[Trial]) -> None:
         """For their recall."""
         with ThreadPoolExecutor(TOGETHER) as threads:
-            for future in [threads.submit(self.beside, trial) for trial in wanted if not self.learned(trial)]:
+            for future in [
+                threads.submit(self.beside, trial) for trial in wanted if not self.there(trial, alone=False)
+            ]:
                 future.result()
 
     def beside(self, trial: Trial) -> None:
@@ -359,14 +356,10 @@ class Race:
         return found[-1]
 
     def best(self, wanted: list[Trial]) -> list[Trial]:
-        """By trainer and loss the one with the best final recall, with every seed."""
-        found = {}
-        for trial in wanted:
-            finals = [(curve.final, curve.alone) for curve in self.curves(trial)]
-            name = trial.trainer, trial.loss
-            if finals and (name not in found or max(finals) > found[name][0]):
-                found[name] = max(finals), trial
-        chosen = [trial for _, trial in found.values()]
+        """By trainer and loss the one with the best final recall, in this race or an earlier one, with every seed."""
+        rates = race_report.best_rates(race_report.curves(race_report.known(self.output)))
+        chosen = [trial for trial in wanted if rates.get((trial.trainer, trial.loss), trial.lr) == trial.lr]
+        chosen.sort(key=lambda trial: TRAINERS.index(trial.trainer))
         return [replace(trial, seed=seed) for seed in self.arguments.seeds for trial in chosen]
 
 
@@ -417,7 +410,6 @@ def main(given: list[str] | None = None) -> int:
         default=-1.0,
         help="recall; a run that is at it or below after its first epoch is ended",
     )
-    parser.add_argument("--tries", type=int, default=1, help="of a run with the clock, where one is given up")
     parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=TRAINERS, help="that are run this time")
     parser.add_argument("--only", choices=("alone", "search"), help="with the clock, or side by side; else both")
     parser.add_argument("--output", type=Path, default=table.RESULTS / "wall_clock.csv")

@@ -1,0 +1,44 @@
+"""Barriers in compiled kernels."""
+
+import subprocess
+import sys
+
+from leanclip.models.barriers import with_barriers
+
+KERNEL = """
+def kernel(in_ptr0, out_ptr0, out_ptr1, xnumel, r0_numel):
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp0 = tl.load(in_ptr0 + (r0_2 + 256*x3), r0_mask & xmask, other=0.0)
+        tl.store(out_ptr0 + (r0_2 + 256*x3), tmp0, r0_mask & xmask){first}
+        tl.store(out_ptr1 + (r0_2 + 256*x3), tmp0, r0_mask & xmask)
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp1 = tl.load(out_ptr0 + (r0_2 + 256*x3), r0_mask & xmask, other=0.0)
+        tl.store(out_ptr0 + (r0_2 + 256*x3), tmp1, r0_mask & xmask)
+"""
+BARRIER = "\n        tl.debug_barrier()"
+
+
+def test_a_barrier_stands_behind_a_store_that_is_loaded_again():
+    """And behind no other; one that is there is enough."""
+    mended = KERNEL.format(first=BARRIER)
+    assert with_barriers(KERNEL.format(first="")) == mended
+    assert with_barriers(mended) == mended
+
+
+CODE = """
+from torch._inductor.async_compile import AsyncCompile
+from leanclip.models import ModelConfig, create_model
+seen = []
+AsyncCompile.triton = lambda self, name, source, device_str="cuda": seen.append((name, source, device_str))
+model = create_model(ModelConfig(model="ViT-S-32-alt"), shapes_only=True)
+model.compile_towers()
+model.compile_towers()
+source = "tl.store(out_ptr0 + (x), tmp0)\\ntl.load(out_ptr0 + (x))"
+AsyncCompile().triton("kernel", source, device_str="cuda:1")
+assert seen == [("kernel", source.replace("\\n", "\\ntl.debug_barrier()\\n"), "cuda:1")], seen
+"""
+
+
+def test_what_compiled_towers_run_is_mended():
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
