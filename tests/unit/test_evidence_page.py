@@ -36,7 +36,7 @@ def test_figures_in_the_words_are_cells_of_the_tables(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["summary", "analysis"])
 def test_the_words_have_few_figures_of_their_own(name):
-    """Of those with a point: what the paper says, and gamma, and two that follow from the table. Releases are none."""
+    """Of those with a point: what the paper says, and gamma, and two that follow from the table; not releases."""
     text = re.sub(r"\[\[.+?\]\]|torch 2\.\d+", "", (EVIDENCE / f"{name}.md").read_text())
     own = {"2.7", "0.6", "1.2"} if name == "analysis" else set()
     assert set(re.findall(r"\d+\.\d+", text)) == own
