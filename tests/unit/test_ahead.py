@@ -41,6 +41,16 @@ def test_calls_run_side_by_side_and_none_stops_the_run():
     assert done == [1, 1]
 
 
+@pytest.mark.parametrize(("name", "number"), [("cuda", 1), ("cuda:2", 2)])
+def test_threads_use_the_gpu_of_the_one_that_starts_them(name, number, monkeypatch):
+    """`--device cuda` has no number, and set_device refuses it: nothing would be called, and nothing said."""
+    chosen, done = [], []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
+    Ahead([lambda: done.append(1)] * 3, torch.device(name)).wait()
+    assert (chosen, done) == ([number] * 3, [1] * 3)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_of_models_is_rehearsed(family):
     """Called here, where what goes wrong is seen; in a run it would only be late."""

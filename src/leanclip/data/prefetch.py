@@ -17,7 +17,7 @@ def on_device(batches: Iterator[Batch], device: torch.device, dtype: torch.dtype
         for batch in batches:
             yield batch.to(device, dtype)
         return
-    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    device = numbered(device)
     ready: queue.Queue[_Sent | BaseException | None] = queue.Queue(maxsize=1)
     stop = threading.Event()
     thread = threading.Thread(target=_send, args=(batches, device, dtype, ready, stop), daemon=True)
@@ -34,6 +34,13 @@ def on_device(batches: Iterator[Batch], device: torch.device, dtype: torch.dtype
         while thread.is_alive():
             with contextlib.suppress(queue.Empty):
                 ready.get(timeout=0.05)
+
+
+def numbered(device: torch.device) -> torch.device:
+    """A GPU by its number, for another thread: `cuda` alone may be another one there, and `set_device` refuses it."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class _Sent:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leanclip.data.prefetch import numbered
 from leanclip.losses import ContrastiveLoss
 from leanclip.models import TwoTower
 from leanclip.models.text_length import Texts, text_tower
@@ -39,6 +40,7 @@ class Ahead:
     """
 
     def __init__(self, calls: Iterable[Callable[[], object]], device: torch.device) -> None:
+        device = numbered(device)
         self.threads = [threading.Thread(target=_quietly, args=(call, device)) for call in calls]
         for thread in self.threads:
             thread.start()
