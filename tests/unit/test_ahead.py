@@ -27,7 +27,7 @@ def calls_of(model, name="fastclip-v3"):
     )
 
 
-def test_calls_run_side_by_side_and_none_stops_the_run():
+def test_calls_run_side_by_side_and_none_stops_the_run_or_fails_unseen():
     meeting, done = threading.Barrier(2, timeout=20), []
 
     def call():
@@ -35,10 +35,11 @@ def test_calls_run_side_by_side_and_none_stops_the_run():
         done.append(1)
 
     def broken():
-        raise RuntimeError("no such kernel")
+        raise RuntimeError("no such kernel\nmore of it")
 
-    Ahead([call, broken, call], CPU).wait()
+    told = Ahead([call, broken, call], CPU).wait()
     assert done == [1, 1]
+    assert told is not None and told.endswith("(RuntimeError: no such kernel)")
 
 
 @pytest.mark.parametrize(("name", "number"), [("cuda", 1), ("cuda:2", 2)])
@@ -47,7 +48,7 @@ def test_threads_use_the_gpu_of_the_one_that_starts_them(name, number, monkeypat
     chosen, done = [], []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
-    Ahead([lambda: done.append(1)] * 3, torch.device(name)).wait()
+    assert Ahead([lambda: done.append(1)] * 3, torch.device(name)).wait() is None
     assert (chosen, done) == ([number] * 3, [1] * 3)
 
 

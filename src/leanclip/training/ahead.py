@@ -7,7 +7,6 @@ while the rest of the run gets ready. Those of a backward pass are called by nam
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,7 @@ ENOUGH = 32768  # samples: more launch the same kernels
 
 
 class Ahead:
-    """Calls, each in a thread. What goes wrong in one of them will be told where the run itself meets it.
+    """Calls, each in a thread. What goes wrong in one of them does not stop the run, which then compiles as it goes.
 
     The threads are no daemons: a program that ends early waits for them, since one that dies inside of torch takes
     the whole program with it.
@@ -41,20 +40,27 @@ class Ahead:
 
     def __init__(self, calls: Iterable[Callable[[], object]], device: torch.device) -> None:
         device = numbered(device)
-        self.threads = [threading.Thread(target=_quietly, args=(call, device)) for call in calls]
+        self.errors: list[Exception] = []
+        self.threads = [threading.Thread(target=self._run, args=(call, device)) for call in calls]
         for thread in self.threads:
             thread.start()
 
-    def wait(self) -> None:
+    def wait(self) -> str | None:
+        """What to tell the user, if something went wrong."""
         for thread in self.threads:
             thread.join()
+        if not self.errors:
+            return None
+        reason = f"{type(self.errors[0]).__name__}: {self.errors[0]}".splitlines()[0]
+        return f"not all kernels were compiled ahead, so the first steps take longer ({reason})"
 
-
-def _quietly(call: Callable[[], object], device: torch.device) -> None:
-    with suppress(Exception):
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread
-        call()
+    def _run(self, call: Callable[[], object], device: torch.device) -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # of this thread
+            call()
+        except Exception as error:
+            self.errors.append(error)
 
 
 def rehearsals(

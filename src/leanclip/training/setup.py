@@ -249,7 +249,8 @@ def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
         notes.append(f"resumed {taken}")
         if position.step >= steps:
             raise UserError(f"{resume_from} ends where this run does, at step {steps} or later; raise --epochs")
-    ahead.wait()
+    if (late := ahead.wait()) is not None:
+        notes.append(f"warning: {late}")
     return Job(
         config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, pieces=pieces,
         ranks=ranks, loader=loader, steps=steps, state=state, group=group, position=position,
