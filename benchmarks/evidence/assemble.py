@@ -159,8 +159,9 @@ def _seconds(rows: list[dict[str, str]]) -> list[str]:
     own, first = race_report.reached(base, None), base.runs[0].rows[0]
     return [
         f"| seconds from the start to open_clip's final recall, {base.final:.1%} | {'; '.join(told)} |"
-        f" {race_report.spread(own.seconds)} s, compiled, {_runs(base)} | {int(first['samples']):,} captioned"
-        f" photographs of 64 px, batch {first['batch']}, as many trials for each, {first['device']} |"
+        f" {race_report.spread(own.seconds)} s, each run to its own, {first['epochs']} epochs, compiled,"
+        f" {_runs(base)} | {int(first['samples']):,} captioned photographs of 64 px, batch {first['batch']},"
+        f" {len(base.rates)} learning rates tried for each, {first['device']} |"
     ]
 
 

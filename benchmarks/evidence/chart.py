@@ -53,19 +53,20 @@ def draw(
 ) -> None:
     """`dashed` names series that are bounds or targets rather than measurements."""
     points = [point for curve in series.values() for point in curve]
-    x = Axis([point[0] for point in points], (LEFT, WIDTH - RIGHT), log=log[0])
+    end = WIDTH - max(RIGHT, 36 + round(6.2 * max(map(len, series))))  # of the curves; the names follow
+    x = Axis([point[0] for point in points], (LEFT, end), log=log[0])
     y = Axis([point[1] for point in points], (HEIGHT - BOTTOM, TOP), log=log[1])
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         'font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="12" y="22" font-size="14">{title}</text>',
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 10}" text-anchor="middle">{x_label}</text>',
+        f'<text x="{(LEFT + end) / 2}" y="{HEIGHT - 10}" text-anchor="middle">{x_label}</text>',
         f'<text transform="translate(16 {HEIGHT / 2}) rotate(-90)" text-anchor="middle">{y_label}</text>',
     ]
     for value in y.ticks():
         at = y(value)
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
+        parts.append(f'<line x1="{LEFT}" x2="{end}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{plain(value)}</text>')
     for value in x.ticks() if x_ticks is None else x_ticks:
         parts.append(
@@ -78,7 +79,7 @@ def draw(
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"{dash}/>')
         if not dash:
             parts += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="3" fill="{color}"/>' for a, b in curve]
-        left, at = WIDTH - RIGHT + 12, TOP + 18 * number + 8
+        left, at = end + 12, TOP + 18 * number + 8
         parts.append(
             f'<line x1="{left}" x2="{left + 18}" y1="{at}" y2="{at}" stroke="{color}" stroke-width="2"{dash}/>'
         )

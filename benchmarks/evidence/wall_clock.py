@@ -4,12 +4,12 @@
     python benchmarks/evidence/wall_clock.py --quick        # bundled emoji, a tiny model, any machine, nothing kept
     python benchmarks/evidence/wall_clock.py --write        # plot and paragraph from the rows, measure nothing
 
-Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, warm-up, crops and
-precision, the same learning rates tried by both. The middle rate of each is run alone on the machine, with the clock;
-the others side by side, for their recall only; and then the best of each alone, once for each seed (with --only
-search side by side as well). Rates that were tried in an earlier race, with any length, need not be tried again
-(--only alone). --leanclip-epochs gives leanclip another length than open_clip's: what counts is the time until a
-recall is reached.
+Same shards (each caption a sample of its own, 64 px), same model, batch, weight decay, betas, share of the steps that
+is warm-up, crops and precision, the same learning rates tried by both. The middle rate of each is run alone on the
+machine, with the clock; the others side by side, for their recall only; and then the best of each alone, once for
+each seed (with --only search side by side as well). Rates that were tried in an earlier race, with any length, need
+not be tried again (--only alone). --leanclip-epochs gives leanclip another length than open_clip's: what counts is
+the time until a recall is reached.
 
 open_clip runs its own command, `open_clip_train.main`, with --torchcompile, and evaluates after every epoch, as
 `leanclip train` does here, which decides by itself whether to compile. What is compiled has leanclip's barriers in
@@ -32,7 +32,6 @@ import math
 import os
 import random
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -169,13 +168,11 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path, *
     environment = with_bytecode() | {name: str(caches / name.lower()) for name in places}
     began = time.time()
     with (work / "output").open("w") as output:
-        process = subprocess.Popen(
-            [*command, *given], stdout=output, stderr=output, env=environment, start_new_session=True
-        )
-        code = wait(process, work / "events", arguments.give_up)
-    events = read(work / "events")
-    if code or not events:
-        raise RuntimeError(f"{trial} ended with code {code}:\n{(work / 'output').read_text()[-3000:]}")
+        done = subprocess.run([*command, *given], stdout=output, stderr=output, env=environment, check=False)
+    seen = work / "events"
+    events = [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
+    if done.returncode or not events:
+        raise RuntimeError(f"{trial} ended with code {done.returncode}:\n{(work / 'output').read_text()[-3000:]}")
     if alone:
         print("  " + last_word(work / "output"), flush=True)
     name = uuid.uuid4().hex[:8]
@@ -184,7 +181,7 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path, *
         shutil.copy(work / "output", arguments.outputs / f"{name}.txt")
     shutil.rmtree(work)
     found, evaluating, startup = [], 0.0, 0.0
-    looks = list(zip(events[::2], events[1::2], strict=False))
+    looks = list(zip(events[::2], events[1::2], strict=True))
     usual = statistics.median(end["at"] - begin["at"] for begin, end in looks if end["epoch"])
     for begin, end in looks:
         seconds, took = begin["at"] - began - evaluating, end["at"] - begin["at"]
@@ -208,27 +205,6 @@ def run(trial: Trial, arguments: argparse.Namespace, data: Data, folder: Path, *
             }
         )  # fmt: skip
     return found
-
-
-def wait(process: subprocess.Popen[bytes], seen: Path, give_up: float) -> int:
-    """Its exit status; 0 also where it was ended after its first epoch, because it had learned nothing."""
-    try:
-        while process.poll() is None:
-            looks = read(seen)
-            if len(looks) > 3 and looks[3]["text_to_image"] <= give_up:
-                return 0
-            time.sleep(0.2)
-        return process.returncode
-    finally:  # also by Ctrl-C
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that load for it
-            process.wait()
-
-
-def read(events: Path) -> list[dict[str, Any]]:
-    """Those that are written whole."""
-    lines = events.read_text().splitlines(keepends=True) if events.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def with_bytecode() -> dict[str, str]:
@@ -358,7 +334,7 @@ class Race:
     def best(self, wanted: list[Trial]) -> list[Trial]:
         """By trainer and loss the one with the best final recall, in this race or an earlier one, with every seed."""
         rates = race_report.best_rates(race_report.curves(race_report.known(self.output)))
-        chosen = [trial for trial in wanted if rates.get((trial.trainer, trial.loss), trial.lr) == trial.lr]
+        chosen = [trial for trial in wanted if rates.get((trial.trainer, trial.loss)) == trial.lr]
         chosen.sort(key=lambda trial: TRAINERS.index(trial.trainer))
         return [replace(trial, seed=seed) for seed in self.arguments.seeds for trial in chosen]
 
@@ -403,12 +379,6 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--leanclip-compile", choices=("auto", "on", "off"), default="auto", help="auto: its default")
     parser.add_argument(
         "--limit", type=float, default=math.inf, help="seconds; no run begins that would be over later"
-    )
-    parser.add_argument(
-        "--give-up",
-        type=float,
-        default=-1.0,
-        help="recall; a run that is at it or below after its first epoch is ended",
     )
     parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=TRAINERS, help="that are run this time")
     parser.add_argument("--only", choices=("alone", "search"), help="with the clock, or side by side; else both")

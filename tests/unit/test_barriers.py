@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from leanclip.models.barriers import with_barriers
 
 KERNEL = """
@@ -25,20 +27,30 @@ def test_a_barrier_stands_behind_a_store_that_is_loaded_again():
     assert with_barriers(mended) == mended
 
 
+def test_a_store_over_several_lines_is_left_alone():
+    source = "tl.store(p + x,\n    value)\ntl.load(p + x)"
+    assert with_barriers(source) == source
+
+
 CODE = """
+import sys
 from torch._inductor.async_compile import AsyncCompile
 from leanclip.models import ModelConfig, create_model
+from leanclip.models.blocks import compiled
 seen = []
 AsyncCompile.triton = lambda self, name, source, device_str="cuda": seen.append((name, source, device_str))
-model = create_model(ModelConfig(model="ViT-S-32-alt"), shapes_only=True)
-model.compile_towers()
-model.compile_towers()
+if sys.argv[1] == "a block":
+    compiled(abs)
+    compiled(min)
+else:
+    create_model(ModelConfig(model="RN50"), shapes_only=True).compile_towers()
 source = "tl.store(out_ptr0 + (x), tmp0)\\ntl.load(out_ptr0 + (x))"
 AsyncCompile().triton("kernel", source, device_str="cuda:1")
 assert seen == [("kernel", source.replace("\\n", "\\ntl.debug_barrier()\\n"), "cuda:1")], seen
 """
 
 
-def test_what_compiled_towers_run_is_mended():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
+@pytest.mark.parametrize("what", ["a block", "a tower"])
+def test_what_is_compiled_is_mended(what):
+    done = subprocess.run([sys.executable, "-c", CODE, what], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

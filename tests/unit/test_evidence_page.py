@@ -59,7 +59,7 @@ def test_the_headline_takes_its_figures_from_the_rows(tmp_path):
     assert text.startswith("**At batch 128 fastclip-v3 beats infonce (+1.00 ± 0.20 points, p = 0.0312).**")
     assert "| fastclip-v3 22.5 ± 22.5% | its loss, InfoNCE, in our trainer 20.0 ± 20.0% |" in text
     assert "5 seeds, paired p = 0.031" in text
-    assert "to open_clip's final recall, 20.0% | infonce, 2 epochs: 20.0 s, one seed | 100.0 s, compiled, one" in text
+    assert "to open_clip's final recall, 20.0% | infonce, 2 epochs: 20.0 s, one seed | 100.0 s, each run" in text
     assert "Without a result" not in text
     assert "memory of the loss" not in text and "Not run: " in text
     (tmp_path / "wall_clock.csv").unlink()

@@ -3,7 +3,7 @@
 Where a reduction takes several loops, Inductor stores a value in one and loads it again in a later one, and nothing
 makes a warp wait for what another one stores (pytorch issue 190517). Whether that goes wrong depends on the block
 sizes that autotuning picks: gradients are then off by orders of magnitude in some calls and right in others. A
-barrier behind such a store mends it, and costs next to nothing.
+barrier behind such a store mends it. Only stores through plain pointers, in one line, are looked at: Inductor's are.
 """
 
 import functools
@@ -21,7 +21,8 @@ def with_barriers(source: str) -> str:
     found: list[str] = []  # from the last line to the first
     for line in reversed(source.split("\n")):
         store = STORE.match(line)
-        if store and store[2] in loaded_later and not (found and BARRIER in found[-1]):
+        whole = line.count("(") == line.count(")")
+        if store and whole and store[2] in loaded_later and not (found and BARRIER in found[-1]):
             found.append(store[1] + BARRIER)
         found.append(line)
         loaded_later |= set(LOADED.findall(line))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from leanclip.models.barriers import mend_compiled_kernels
 from leanclip.ops.attention import Packing, packed_attention, row_attention
 
 RECOMPILES = 64  # towers x last block or not x with gradient or not x sizes, of one function
@@ -89,6 +90,7 @@ _compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled form of a function, made once: all blocks of a tower share its code."""
     if function not in _compiled:
+        mend_compiled_kernels()
         torch._dynamo.config.recompile_limit = max(RECOMPILES, torch._dynamo.config.recompile_limit)
         _compiled[function] = torch.compile(function)
     return _compiled[function]

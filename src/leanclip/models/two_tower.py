@@ -166,12 +166,12 @@ class TwoTower(nn.Module):
 
     def compile_towers(self, *, whole: bool = True) -> None:
         """Compile what a training step runs, when it first runs: the towers' blocks, or another image tower whole."""
-        mend_compiled_kernels()
         self.compiled = True
         for module in self.modules():
             if isinstance(module, Block):
                 module.compiled = True
         if whole and not self.own_image:
+            mend_compiled_kernels()
             self.clip.visual.compile()
 
     def temperature(self) -> float:
