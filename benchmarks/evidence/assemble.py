@@ -46,6 +46,7 @@ PLOTS = {  # of the README: the first that there is
     "quality_128_samples.svg": "recall over samples seen, by loss, batch 128",
 }
 MARKS = ("<!-- measured: by benchmarks/evidence/assemble.py -->", "<!-- measured: end -->")
+MENDED = "docs/log.md#the-fifth-race-wrong-gradients-found-and-mended"
 NOT_RUN = (
     "Not run: ImageNet, CC3M and the other sets of the papers, models of their size to the end, more than one GPU at"
     " once. [docs/results.md](docs/results.md) has all figures, also those that did not come out well."
@@ -159,9 +160,9 @@ def _seconds(rows: list[dict[str, str]]) -> list[str]:
     own, first = race_report.reached(base, None), base.runs[0].rows[0]
     return [
         f"| seconds from the start to open_clip's final recall, {base.final:.1%} | {'; '.join(told)} |"
-        f" {race_report.spread(own.seconds)} s, each run to its own, {first['epochs']} epochs, compiled,"
-        f" {_runs(base)} | {int(first['samples']):,} captioned photographs of 64 px, batch {first['batch']},"
-        f" {len(base.rates)} learning rates tried for each, {first['device']} |"
+        f" {race_report.spread(own.seconds)} s, each run to its own, {first['epochs']} epochs, compiled, [its kernels"
+        f" mended]({MENDED}), {_runs(base)} | {int(first['samples']):,} captioned photographs of 64 px, batch"
+        f" {first['batch']}, {len(base.rates)} learning rates tried for each, {first['device']} |"
     ]
 
 
