@@ -21,8 +21,8 @@ import leanclip
 from leanclip.data import Batch
 from leanclip.models import ModelConfig, TwoTower, create_model
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
-from leanclip.training.pieces import Pieces
 from leanclip.training.step import training_step
+from leanclip.training.step_context import Pieces
 
 RESULTS = Path(__file__).parent / "results" / "micro_batch.csv"
 WORDS = "a photograph of two small brown dogs that play with an old red ball on the wet green grass"

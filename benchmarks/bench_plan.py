@@ -6,7 +6,8 @@
 
 Measured: `training_step` as the trainer runs it, on random pixels and captions of 8 to 23 tokens. Memory is PyTorch's
 `max_memory_allocated` after the first step, which compiles; time the mean of the steps of about a second. Predicted:
-`leanclip.training.predict` on fake tensors, with the card as `leanclip.planning.measure` found it in the same run by
+`leanclip.planning.step_prediction` on fake tensors, with the GPU as
+`leanclip.planning.gpu_measurement` measured it in the same run by
 timing bare operations (no model is calibrated on). Rows go to benchmarks/results/plan.csv as they come, the card to
 plan_card.json beside it, the table to docs/planning.md.
 """
@@ -31,13 +32,13 @@ from leanclip.distributed import Ranks
 from leanclip.losses import loss_from_config
 from leanclip.models import ModelConfig, TwoTower
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
-from leanclip.planning.card import Card, calibrated, card_named, read_card, write_card
-from leanclip.training.config import ParallelConfig, RunConfig, TrainConfig
-from leanclip.training.pieces import Pieces
-from leanclip.training.predict import caption_lengths, predict_step
-from leanclip.training.recorded import Recorder
+from leanclip.planning.gpu_model import Card, calibrated, card_named, read_card, write_card
+from leanclip.planning.step_prediction import caption_lengths, predict_step
+from leanclip.runs.config import ParallelConfig, RunConfig, TrainConfig
+from leanclip.training.cuda_graph import Recorder
+from leanclip.training.model_setup import build_towers, records
 from leanclip.training.step import training_step
-from leanclip.training.towers import build_towers, records
+from leanclip.training.step_context import Pieces
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "plan.csv"

@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 
 import leanclip
+from leanclip.checkpointing.checkpoint import Checkpoints, Position
 from leanclip.config import override
 from leanclip.data import Batch
-from leanclip.training import Job, TrainConfig, set_up
-from leanclip.training.checkpoint import Checkpoints, Position
+from leanclip.runs import TrainConfig
+from leanclip.training import Job, set_up
 from leanclip.training.step import training_step
 
 RESULTS = Path(__file__).parent / "results" / "save.csv"

@@ -17,8 +17,8 @@ import leanclip
 from leanclip.data import Batch
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
-from leanclip.training.pieces import Pieces
 from leanclip.training.step import training_step
+from leanclip.training.step_context import Pieces
 
 RESULTS = Path(__file__).parent / "results" / "state.csv"
 

@@ -33,10 +33,10 @@ import leanclip
 from leanclip.data import Batch
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
-from leanclip.training.pieces import Pieces
-from leanclip.training.recorded import Recorder
+from leanclip.training.cuda_graph import Recorder
+from leanclip.training.model_setup import worth_recording
 from leanclip.training.step import training_step
-from leanclip.training.towers import worth_recording
+from leanclip.training.step_context import Pieces
 
 RESULTS = Path(__file__).parent / "results" / "step.csv"
 NOMINAL = 989e12

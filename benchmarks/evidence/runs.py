@@ -28,10 +28,10 @@ from leanclip.losses.registry import SPECS
 from leanclip.models import ModelConfig, TwoTower, create_model
 from leanclip.optim import OptimConfig, create_optimizer, set_learning_rate, weight_decay_groups
 from leanclip.optim.schedule import learning_rate
-from leanclip.training.pieces import Pieces
-from leanclip.training.recorded import Recorder
+from leanclip.training.cuda_graph import Recorder
+from leanclip.training.model_setup import worth_recording
 from leanclip.training.step import training_step
-from leanclip.training.towers import worth_recording
+from leanclip.training.step_context import Pieces
 
 EPOCHS, POINTS = 16, 8  # of a run, and how often it is measured
 # What all runs have in common, beside the model; it is part of a run's key, so that a change trains them anew. Adam's

@@ -55,7 +55,7 @@ def leanclip(watch: Stopwatch, model: str, arguments: list[str]) -> None:
 def open_clip(watch: Stopwatch, model: str, arguments: list[str]) -> None:
     import open_clip
 
-    from leanclip.models.barriers import mend_compiled_kernels
+    from leanclip.models.kernel_barriers import mend_compiled_kernels
 
     if importlib.util.find_spec("pandas") is None:
         sys.modules["pandas"] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("pandas", None))

@@ -22,7 +22,7 @@ from runs import Place, Run, augmented, train
 from torch import Tensor
 
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
-from leanclip.training.pieces import Pieces
+from leanclip.training.step_context import Pieces
 
 ANCHORS, VIEWS = 1024, 4
 FIGURES = (

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 import tomli_w
 
 from leanclip.errors import UserError
-from leanclip.training import TrainConfig
+from leanclip.runs import TrainConfig
 
 if sys.version_info >= (3, 11):
     import tomllib

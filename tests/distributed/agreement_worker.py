@@ -6,7 +6,8 @@ from shard_files import sound, write_shard
 
 from leanclip.config import override
 from leanclip.errors import UserError
-from leanclip.training import TrainConfig, resolve
+from leanclip.runs import TrainConfig
+from leanclip.training import resolve
 
 
 def disagree(ranks, folder, what):

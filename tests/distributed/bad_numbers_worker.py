@@ -15,10 +15,11 @@ from leanclip.config import override
 from leanclip.data import TrainingLoader
 from leanclip.data.datasets import BUNDLED
 from leanclip.distributed import whole
-from leanclip.training import RunDirectory, TrainConfig, set_up, train
-from leanclip.training.bad_steps import NotFiniteError
-from leanclip.training.config import ParallelConfig
-from leanclip.training.stopping import Stopping
+from leanclip.runs import RunDirectory, TrainConfig
+from leanclip.runs.config import ParallelConfig
+from leanclip.runs.stopping import Stopping
+from leanclip.training import set_up, train
+from leanclip.training.nonfinite import NotFiniteError
 
 
 def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, stop_at=None, **settings):

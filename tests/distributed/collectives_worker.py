@@ -9,8 +9,8 @@ from training_worker import BATCH, SAMPLES, batch, small_vit
 import leanclip
 from leanclip.data import Batch
 from leanclip.distributed import LEDGER, replicated
-from leanclip.training.pieces import Pieces
 from leanclip.training.step import training_step
+from leanclip.training.step_context import Pieces
 
 NAMES = ("infonce", "siglip", "fastclip-v2", "fastclip-v3")
 LARGE, DIM = 8192, 512

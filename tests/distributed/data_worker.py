@@ -13,7 +13,8 @@ from training_worker import vit_file
 from leanclip.cli.train import prepare
 from leanclip.config import override
 from leanclip.errors import UserError
-from leanclip.training import RunDirectory, TrainConfig, set_up, train
+from leanclip.runs import RunDirectory, TrainConfig
+from leanclip.training import set_up, train
 from leanclip.training.loop import _Trainer
 
 

@@ -7,8 +7,9 @@ from training_worker import vit_file
 
 from leanclip.config import override
 from leanclip.data.datasets import BUNDLED
-from leanclip.training import TrainConfig, set_up
-from leanclip.training.config import ParallelConfig
+from leanclip.runs import TrainConfig
+from leanclip.runs.config import ParallelConfig
+from leanclip.training import set_up
 
 
 def embedded_around_an_evaluation(ranks, folder):

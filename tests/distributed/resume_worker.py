@@ -9,9 +9,10 @@ from training_worker import vit_file
 from leanclip.cli.train import prepare
 from leanclip.config import override
 from leanclip.data.datasets import BUNDLED
-from leanclip.training import RunDirectory, TrainConfig, set_up, train
-from leanclip.training.config import ParallelConfig
-from leanclip.training.stopping import Stopping
+from leanclip.runs import RunDirectory, TrainConfig
+from leanclip.runs.config import ParallelConfig
+from leanclip.runs.stopping import Stopping
+from leanclip.training import set_up, train
 
 
 class Killed(BaseException):

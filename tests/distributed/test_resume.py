@@ -8,8 +8,8 @@ import torch
 from ranks_job import run_ranks
 from resume_worker import train_part
 
+from leanclip.checkpointing.checkpoint import load_tensors_of
 from leanclip.distributed import Ranks
-from leanclip.training.checkpoint import load_tensors_of
 
 
 @pytest.fixture(scope="module")

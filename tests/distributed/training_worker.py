@@ -12,8 +12,8 @@ from leanclip.data import Batch
 from leanclip.distributed import replicated, sharded, whole
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer
-from leanclip.training.pieces import Pieces
 from leanclip.training.step import training_step
+from leanclip.training.step_context import Pieces
 
 SAMPLES, BATCH, STEPS = 30, 13, 3
 VIT = {

@@ -12,7 +12,8 @@ CODE = """
 import os, sys
 from dataclasses import replace
 from pathlib import Path
-from leanclip.training import RunConfig, TrainConfig, set_up
+from leanclip.runs import RunConfig, TrainConfig
+from leanclip.training import set_up
 from leanclip.data import DataConfig, on_device
 from leanclip.training.step import training_step
 

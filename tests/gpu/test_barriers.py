@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from leanclip.models import ModelConfig, create_model
-from leanclip.models.barriers import mend_compiled_kernels
+from leanclip.models.kernel_barriers import mend_compiled_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 # At this size, at batch 128, torch 2.11 made open_clip's compiled image tower a kernel that loads too early.

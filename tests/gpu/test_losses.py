@@ -6,11 +6,11 @@ from torch.nn.functional import normalize
 
 import leanclip
 from leanclip.data import Batch
-from leanclip.losses.selftest import selftest
+from leanclip.losses.gradient_check import selftest
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
-from leanclip.training.pieces import Pieces
 from leanclip.training.step import training_step
+from leanclip.training.step_context import Pieces
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from histograms_worker import filled_loss
 
-from leanclip.training.histograms import state_histograms
-from leanclip.training.metrics import memory
+from leanclip.runs.histograms import state_histograms
+from leanclip.runs.metrics import memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -10,9 +10,9 @@ from tower_cases import FAMILIES, both_ways, captions, model_of
 import leanclip
 from leanclip.cli.train import run
 from leanclip.data import Batch
-from leanclip.training.pieces import Pieces
-from leanclip.training.recorded import WARM_UP, Recorder
+from leanclip.training.cuda_graph import WARM_UP, Recorder
 from leanclip.training.step import training_step
+from leanclip.training.step_context import Pieces
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -11,11 +11,11 @@ from leanclip.distributed import Ranks
 from leanclip.losses import loss_from_config
 from leanclip.models import ModelConfig
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
-from leanclip.training.config import ParallelConfig, RunConfig, TrainConfig
-from leanclip.training.fit import fitting
-from leanclip.training.pieces import Pieces
+from leanclip.planning.fit import fitting
+from leanclip.runs.config import ParallelConfig, RunConfig, TrainConfig
+from leanclip.training.model_setup import build_towers
 from leanclip.training.step import training_step
-from leanclip.training.towers import build_towers
+from leanclip.training.step_context import Pieces
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

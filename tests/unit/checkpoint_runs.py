@@ -7,7 +7,8 @@ import pytest
 from leanclip.cli import main
 from leanclip.config import override
 from leanclip.data.datasets import BUNDLED
-from leanclip.training import TrainConfig, set_up
+from leanclip.runs import TrainConfig
+from leanclip.training import set_up
 
 TINY = {
     "embed_dim": 16,

@@ -7,7 +7,7 @@ import torch
 
 import leanclip
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
-from leanclip.training.histograms import state_histograms
+from leanclip.runs.histograms import state_histograms
 
 
 def filled_loss(name="fastclip-v2", samples=10):

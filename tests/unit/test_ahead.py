@@ -11,8 +11,8 @@ from tower_cases import FAMILIES, captions, model_of
 import leanclip
 from leanclip.losses import LOSSES
 from leanclip.ops import attention
-from leanclip.training import ahead
-from leanclip.training.ahead import Ahead, rehearsals
+from leanclip.training import kernel_warmup as ahead
+from leanclip.training.kernel_warmup import Ahead, rehearsals
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def test_a_program_that_ends_early_ends_as_it_should():
     """An error in the middle of getting ready: the threads are inside of torch, and must not abort the program."""
     code = """
 import sys, torch
-from leanclip.training.ahead import Ahead
+from leanclip.training.kernel_warmup import Ahead
 
 def work():
     for _ in range(60):

@@ -7,10 +7,10 @@ from leanclip.cli import main
 from leanclip.data import Batch
 from leanclip.errors import UserError
 from leanclip.losses import LossOutput
-from leanclip.training.bad_steps import BadSteps, write_diagnosis
-from leanclip.training.loss_scale import LossScale
-from leanclip.training.pieces import Pieces
+from leanclip.optim.loss_scale import LossScale
+from leanclip.training.nonfinite import BadSteps, write_diagnosis
 from leanclip.training.step import training_step
+from leanclip.training.step_context import Pieces
 
 
 def verdicts(policy, steps):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from leanclip.models.barriers import with_barriers
+from leanclip.models.kernel_barriers import with_barriers
 
 KERNEL = """
 def kernel(in_ptr0, out_ptr0, out_ptr1, xnumel, r0_numel):

@@ -10,15 +10,16 @@ import pytest
 import torch
 from checkpoint_runs import VALUES, arguments, job_of, leanclip, names, steps_of_metrics, train
 
+from leanclip.checkpointing.checkpoint import Checkpoints, Position, load_tensors_of, tidy
+from leanclip.checkpointing.resume import FREE, SAME, SavedRun, find_saved, settings
+from leanclip.checkpointing.storage import verify
 from leanclip.config import override
 from leanclip.data.datasets import BUNDLED
 from leanclip.errors import STOPPED
 from leanclip.optim import set_learning_rate
-from leanclip.training import RunDirectory, TrainConfig, set_up
-from leanclip.training.checkpoint import Checkpoints, Position, load_tensors_of, tidy
-from leanclip.training.resume import FREE, SAME, SavedRun, find_saved, settings
-from leanclip.training.stopping import Stopping
-from leanclip.training.storage import verify
+from leanclip.runs import RunDirectory, TrainConfig
+from leanclip.runs.stopping import Stopping
+from leanclip.training import set_up
 
 
 def test_the_newest_stay_and_every_so_many(tmp_path):
@@ -33,7 +34,7 @@ def test_the_newest_three_stay_by_default(eight_steps):
 
 
 def test_waiting_for_the_disk_is_told_once(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("leanclip.training.checkpoint.LONG_WAIT", -1.0)
+    monkeypatch.setattr("leanclip.checkpointing.checkpoint.LONG_WAIT", -1.0)
     assert train(tmp_path) == 0
     assert capsys.readouterr().out.count("for the last checkpoint to be written") == 1
 
@@ -229,7 +230,7 @@ def test_a_best_that_could_not_be_written_stays_lost_until_one_is(tmp_path, monk
     saves = Checkpoints(tmp_path, job_of(tmp_path).state, facts={}, tell=lambda _: None)
     position = Position(step=1, epoch=0, epoch_step=1, samples=20, seconds=1.0, best=0.5)
     with monkeypatch.context() as patched:
-        patched.setattr("leanclip.training.checkpoint._copy_model", lambda *_: 1 / 0)
+        patched.setattr("leanclip.checkpointing.checkpoint._copy_model", lambda *_: 1 / 0)
         saves.save(position, {}, best=True)
         saves.finish()
     assert saves.best_lost

@@ -10,9 +10,9 @@ import pytest
 import torch
 from checkpoint_runs import VALUES, leanclip, names, train
 
+from leanclip.checkpointing.resume import find_saved
+from leanclip.checkpointing.storage import HASHES_FILE, DamagedError, verify
 from leanclip.errors import UserError
-from leanclip.training.resume import find_saved
-from leanclip.training.storage import HASHES_FILE, DamagedError, verify
 
 
 def test_a_damaged_checkpoint_that_was_named_is_refused(run, capsys):

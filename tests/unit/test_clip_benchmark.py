@@ -12,8 +12,8 @@ from evaluation_sets import emoji, write_captions, write_classes
 from leanclip.cli import main
 from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
-from leanclip.evaluation import suite
-from leanclip.evaluation.suite import suite_sets
+from leanclip.evaluation import clip_benchmark as suite
+from leanclip.evaluation.clip_benchmark import suite_sets
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("clip_benchmark") is None, reason="clip_benchmark is not installed"

@@ -9,7 +9,7 @@ from leanclip.errors import UserError
 from leanclip.losses import LOSSES, loss_from_config
 from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, model_config_of
 from leanclip.recipes import list_recipes, load_recipe
-from leanclip.training.defaults import PUBLISHED, fill, interpolated
+from leanclip.runs.defaults import PUBLISHED, fill, interpolated
 
 
 def test_flag_names_are_unique_over_the_tree():

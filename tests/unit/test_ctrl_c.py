@@ -15,11 +15,11 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import Dataset
 
 from leanclip.data.loader import _data_loader
-from leanclip.training.stopping import AGAIN_BY_HAND, CTRL_C, INTERRUPTED, Stopping
+from leanclip.runs.stopping import AGAIN_BY_HAND, CTRL_C, INTERRUPTED, Stopping
 
 # As a shell starts it: what runs in the background of a script, as tests may, has SIGINT ignored.
 LEANCLIP = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from leanclip.cli import main; "
-SLOW_DISK = "import time, leanclip.training.checkpoint as c; c.write_tensors = lambda *_: time.sleep(60); "
+SLOW_DISK = "import time, leanclip.checkpointing.checkpoint as c; c.write_tensors = lambda *_: time.sleep(60); "
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from PIL import Image
 
 from leanclip.cli import main
 from leanclip.data import DataConfig, open_source
-from leanclip.data.check import check
 from leanclip.data.synthetic import Synthetic
 from leanclip.models import TokenCounter
+from leanclip.packing.check import check
 
 
 def command(*arguments):

@@ -15,8 +15,8 @@ from PIL import Image
 
 from leanclip.cli import main
 from leanclip.data import BrokenSample, DataConfig, Shards, open_source
+from leanclip.data.csv_table import SEPARATORS, Table
 from leanclip.data.synthetic import Synthetic
-from leanclip.data.table import SEPARATORS, Table
 from leanclip.errors import UserError
 from leanclip.models import TokenCounter
 

@@ -20,14 +20,14 @@ from pyarrow import parquet
 
 from leanclip.cli import main
 from leanclip.data import BrokenSample, Shards
-from leanclip.data.coco import Coco
-from leanclip.data.folder import Folder
-from leanclip.data.pack import PackConfig, pack
-from leanclip.data.parallel import run_tasks
-from leanclip.data.parquet import Parquet
+from leanclip.data.csv_table import Table
 from leanclip.data.synthetic import Synthetic
-from leanclip.data.table import Table
 from leanclip.errors import UserError
+from leanclip.packing.coco import Coco
+from leanclip.packing.folder import Folder
+from leanclip.packing.pack import PackConfig, pack
+from leanclip.packing.parquet import Parquet
+from leanclip.worker_pool import run_tasks
 
 
 def command(*arguments):

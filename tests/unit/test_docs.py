@@ -18,7 +18,7 @@ from leanclip.cli.selftest import SelftestCommand
 from leanclip.cli.train import TrainCommand
 from leanclip.losses import LOSSES
 from leanclip.recipes import DIRECTORY, list_recipes
-from leanclip.training import TrainConfig
+from leanclip.runs import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from leanclip.checkpointing.checkpoint import load_tensors_of
 from leanclip.cli import main
-from leanclip.training.checkpoint import load_tensors_of
-from leanclip.training.ema import WeightEMA
+from leanclip.training.weight_average import WeightEMA
 
 
 class Wrapped(torch.nn.Module):

@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from leanclip.training import RunConfig, TrainConfig
-from leanclip.training.defaults import fill
-from leanclip.training.health import PATIENCE, HealthCheck
+from leanclip.runs import RunConfig, TrainConfig
+from leanclip.runs.defaults import fill
+from leanclip.runs.health import PATIENCE, HealthCheck
 
 FINE = {"loss": 1.0, "tau": 0.05, "grad_norm": 1.0}
 

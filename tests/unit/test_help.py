@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from leanclip.cli import main
-from leanclip.training import TrainConfig
+from leanclip.runs import TrainConfig
 
 SECTIONS = ["Options", "Model", "Data", "Run", "Memory and processes", "Optimizer", "Loss"]
 

@@ -13,14 +13,19 @@ SOURCE = Path(leanclip.__file__).parent
 # Top to bottom: a module may import from tiers below its own and from its own package.
 TIERS = (
     ("cli",),
-    ("recipes",),
+    ("api", "recipes", "planning", "reporting"),
     ("config",),
-    ("training", "reporting"),
-    ("planning", "inference"),
+    ("training",),
+    ("inference",),
+    ("checkpointing",),
+    ("runs",),
     ("evaluation",),
+    ("packing",),
     ("losses", "optim", "data", "models"),
     ("distributed", "ops"),
-    ("errors", "directories"),
+    ("device", "worker_pool", "progress"),
+    ("filesystem",),
+    ("errors",),
 )
 RANK = {name: rank for rank, tier in enumerate(TIERS) for name in tier}
 ENTRY = ("__init__", "__main__")  # the public names and the command sit on top of everything
@@ -31,7 +36,7 @@ ONE_DOOR = {
     "fsspec": "data/files.py",
     "transformers": "models/transformers_clip.py",
     "clip_benchmark": "evaluation/clip_benchmark_main.py",
-    "wandb": "training/trackers.py",
+    "wandb": "runs/trackers.py",
 }
 
 

@@ -8,11 +8,11 @@ from training_worker import SAMPLES, batch, small_vit
 import leanclip
 from leanclip.data import Batch
 from leanclip.models import ModelConfig, create_model
-from leanclip.training.batch_norm import RunningAverages
-from leanclip.training.loss_scale import GROWTH_STEPS, LossScale
-from leanclip.training.micro_batch import cached
-from leanclip.training.pieces import Pieces
+from leanclip.models.batch_norm import RunningAverages
+from leanclip.optim.loss_scale import GROWTH_STEPS, LossScale
+from leanclip.training.gradient_caching import cached
 from leanclip.training.step import direct, training_step
+from leanclip.training.step_context import Pieces
 
 
 def pieces_of(model, name="fastclip-v3", parts=3, **options):

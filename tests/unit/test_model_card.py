@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from leanclip.cli import main
-from leanclip.training.metrics import Result
-from leanclip.training.model_card import model_card
+from leanclip.runs.metrics import Result
+from leanclip.runs.model_card import model_card
 
 
 def front_matter(card):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import leanclip
-from leanclip.losses.numbers import Numbers
+from leanclip.losses.device_scalars import Numbers
 
 
 def test_they_change_in_place():

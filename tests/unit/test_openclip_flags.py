@@ -19,7 +19,7 @@ from leanclip.cli.train import parse_command
 from leanclip.data.datasets import BUNDLED
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, scheduled
-from leanclip.training.defaults import fill
+from leanclip.runs.defaults import fill
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,7 +6,7 @@ from leanclip.cli import main
 from leanclip.cli.plan import count, does_not_fit, duration
 from leanclip.data import DataConfig
 from leanclip.planning import card_named
-from leanclip.training.config import ParallelConfig, TrainConfig
+from leanclip.runs.config import ParallelConfig, TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_whoever_waits_at_a_terminal_sees_what_for(terminal, capsys, small_model
     def traced(*_, **__):
         raise NotImplementedError("enough seen")
 
-    monkeypatch.setattr("leanclip.training.search.predict_step", traced)
+    monkeypatch.setattr("leanclip.planning.micro_batch_search.predict_step", traced)
     monkeypatch.setenv("COLUMNS", "500")
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")  # which is a terminal to rich

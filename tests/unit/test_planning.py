@@ -20,16 +20,17 @@ from leanclip.errors import UserError
 from leanclip.losses import LOSSES, create_loss
 from leanclip.models import ModelConfig, create_model
 from leanclip.ops.triton import configs, launch
-from leanclip.planning import CARDS, NETWORKS, card_named, engine
-from leanclip.planning.card import REFERENCE, read_card, write_card
-from leanclip.planning.compiled import Compiler
-from leanclip.planning.rivals import RivalLoss, loss_memory
-from leanclip.planning.trace import Kernel, faked, tracing
-from leanclip.training import predict
-from leanclip.training.config import ParallelConfig, Precision, RunConfig, TrainConfig
-from leanclip.training.fit import fitting
-from leanclip.training.predict import predict_step
-from leanclip.training.search import USED, Search, largest_batch, options
+from leanclip.planning import CARDS, NETWORKS, card_named
+from leanclip.planning import loss_kernels as engine
+from leanclip.planning import step_prediction as predict
+from leanclip.planning.baseline_losses import RivalLoss, loss_memory
+from leanclip.planning.compiled_cost import Compiler
+from leanclip.planning.fit import fitting
+from leanclip.planning.gpu_model import REFERENCE, read_card, write_card
+from leanclip.planning.micro_batch_search import USED, Search, largest_batch, options
+from leanclip.planning.step_prediction import predict_step
+from leanclip.planning.step_trace import Kernel, faked, tracing
+from leanclip.runs.config import ParallelConfig, Precision, RunConfig, TrainConfig
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 2**30

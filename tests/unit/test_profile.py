@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from leanclip.cli.train import parse_command, run
+from leanclip.planning.profile import PHASES, Profile, profile, verdict
 from leanclip.training import set_up
-from leanclip.training.profile import PHASES, Profile, profile, verdict
 
 FLAGS = ["--global-batch-size", "48", "--workers", "0", "--device", "cpu"]
 

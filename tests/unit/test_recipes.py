@@ -7,8 +7,8 @@ import pytest
 from leanclip.config import override
 from leanclip.losses import loss_from_config
 from leanclip.recipes import DIRECTORY, list_recipes, load_recipe
-from leanclip.training import TrainConfig
-from leanclip.training.defaults import PUBLISHED
+from leanclip.runs import TrainConfig
+from leanclip.runs.defaults import PUBLISHED
 
 NAMES = [name for name, _ in list_recipes() if name != "demo"]
 PUBLISHED_NAMES = [name for name in NAMES if "/" in name]

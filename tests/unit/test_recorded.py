@@ -10,10 +10,10 @@ from tower_cases import FAMILIES, captions, model_of
 import leanclip
 from leanclip.data import Batch
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
-from leanclip.training.loss_scale import LossScale
-from leanclip.training.pieces import Pieces
-from leanclip.training.recorded import WARM_UP, Recorder
+from leanclip.optim.loss_scale import LossScale
+from leanclip.training.cuda_graph import WARM_UP, Recorder
 from leanclip.training.step import training_step
+from leanclip.training.step_context import Pieces
 
 SAMPLES, BATCH = 40, 11
 

@@ -13,8 +13,15 @@ from PIL import Image, ImageDraw
 from browser import NAMES, find_browser, inspect_page
 from leanclip.errors import UserError
 from leanclip.reporting import write_report
-from leanclip.reporting.content import duration, evaluation_charts, key_figures, moment, tables, training_charts
-from leanclip.reporting.record import read_run
+from leanclip.reporting.report_sections import (
+    duration,
+    evaluation_charts,
+    key_figures,
+    moment,
+    tables,
+    training_charts,
+)
+from leanclip.reporting.run_reader import read_run
 
 needs_browser = pytest.mark.skipif(find_browser() is None, reason=f"none of {', '.join(NAMES)} is installed")
 

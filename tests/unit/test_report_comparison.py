@@ -23,10 +23,10 @@ from leanclip.reporting.comparison import (
     training_charts,
     x_axis,
 )
-from leanclip.reporting.confusion import confusion
-from leanclip.reporting.content import key_figures, tables
-from leanclip.reporting.heat import draw_histograms, quantile
-from leanclip.reporting.record import HistogramAt, read_run
+from leanclip.reporting.confusion_table import confusion
+from leanclip.reporting.histogram_chart import draw_histograms, quantile
+from leanclip.reporting.report_sections import key_figures, tables
+from leanclip.reporting.run_reader import HistogramAt, read_run
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
 

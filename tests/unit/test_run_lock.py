@@ -12,8 +12,8 @@ import pytest
 
 from leanclip.cli import main
 from leanclip.errors import UserError
-from leanclip.training import run_directory
-from leanclip.training.run_directory import RunDirectory
+from leanclip.runs import run_directory
+from leanclip.runs.run_directory import RunDirectory
 
 FEW = ["--recipe", "demo", "--batch-size", "64", "--max-steps", "1", "--eval-every", "0", "--workers", "0"]
 TRIES = """

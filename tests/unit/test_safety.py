@@ -20,11 +20,11 @@ from shard_files import picture, shard_bytes, sound
 
 import leanclip
 from leanclip.cli import main
-from leanclip.data.folder import Folder
 from leanclip.data.source import BrokenSample
 from leanclip.errors import UserError
 from leanclip.models import ModelConfig, create_model
 from leanclip.models.untrusted import check_weights, read_torch_file
+from leanclip.packing.folder import Folder
 from leanclip.reporting import write_report
 
 SOURCE = Path(leanclip.__file__).parent
@@ -410,7 +410,7 @@ def test_a_parquet_file_names_no_pictures_outside_its_folder(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    from leanclip.data.parquet import Parquet
+    from leanclip.packing.parquet import Parquet
 
     (tmp_path / "private.jpg").write_bytes(picture(1))
     (tmp_path / "data").mkdir()

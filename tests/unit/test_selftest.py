@@ -3,7 +3,7 @@ import torch
 
 from leanclip import ops
 from leanclip.cli import main
-from leanclip.losses.selftest import selftest
+from leanclip.losses.gradient_check import selftest
 from leanclip.ops import tiled
 
 

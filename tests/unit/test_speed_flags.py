@@ -16,8 +16,8 @@ from leanclip.data.prefetch import on_device
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.models import ModelConfig, create_model
-from leanclip.training import TrainConfig
-from leanclip.training.towers import compiles, records, worth_recording
+from leanclip.runs import TrainConfig
+from leanclip.training.model_setup import compiles, records, worth_recording
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

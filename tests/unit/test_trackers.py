@@ -15,9 +15,9 @@ from ranks_job import run_ranks
 import leanclip
 from leanclip.cli import main
 from leanclip.errors import UserError
-from leanclip.training.config import RunConfig, tracker_names
-from leanclip.training.histograms import state_histograms
-from leanclip.training.trackers import check_trackers
+from leanclip.runs.config import RunConfig, tracker_names
+from leanclip.runs.histograms import state_histograms
+from leanclip.runs.trackers import check_trackers
 
 FEW = ["--batch-size", "64", "--log-every", "1", "--eval-every", "0", "--workers", "0", "--warmup", "1"]
 

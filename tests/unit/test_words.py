@@ -9,8 +9,8 @@ import torch
 
 from leanclip.data import Shards
 from leanclip.data.datasets import BUNDLED
+from leanclip.models.cached_tokenizer import Words
 from leanclip.models.two_tower import _faster, create_tokenizer
-from leanclip.models.words import Words
 
 TEXTS = (
     "", "   ", "A dog.", "two  dogs\tand a\ncat ", "it's they're I'VE don't", "a&amp;b", "fish &amp;amp; chips",
@@ -64,7 +64,7 @@ def test_it_travels_to_other_processes_and_forgets_what_is_too_much(both, monkey
     assert isinstance(ours.encode, Words)
     there = pickle.loads(pickle.dumps(ours))
     assert there.encode("a dog") == theirs.encode("a dog")
-    monkeypatch.setattr("leanclip.models.words.MOST", 2)
+    monkeypatch.setattr("leanclip.models.cached_tokenizer.MOST", 2)
     few = Words(ours)
     assert few("one two three two one three") == theirs.encode("one two three two one three")
     assert len(few.known) == 2

@@ -11,8 +11,8 @@ from leanclip.cli.parse import Positional, arg, parse
 from leanclip.errors import UserError
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
-    from leanclip.data.pack import PackSummary
-    from leanclip.data.packable import Packable
+    from leanclip.data.file_source import Packable
+    from leanclip.packing.pack import PackSummary
 
 DESCRIPTION = """usage: leanclip data pack SOURCE OUT [options]
        leanclip data check DATA [options]
@@ -122,8 +122,8 @@ def run(arguments: list[str]) -> None:
 
 
 def _pack(command: PackCommand) -> None:
-    from leanclip.data.pack import PackConfig, pack
-    from leanclip.data.progress import progress_bar
+    from leanclip.packing.pack import PackConfig, pack
+    from leanclip.progress import progress_bar
 
     try:
         config = PackConfig(
@@ -148,25 +148,25 @@ def open_packable(command: PackCommand) -> "Packable":
     given = {"image_key": command.image_key, "caption_key": command.caption_key}
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if kind == "csv":
-        from leanclip.data.table import Table
+        from leanclip.data.csv_table import Table
 
         flags = "--image-key, --caption-key, --separator"
         return Table(command.source, separator=command.separator, flags=flags, **chosen)
     if kind == "parquet":
-        from leanclip.data.parquet import Parquet
+        from leanclip.packing.parquet import Parquet
 
         return Parquet(command.source, **chosen)
     if chosen or command.separator:
         raise UserError(f"--image-key, --caption-key and --separator are for csv and parquet, not for {kind}")
     if kind == "coco":
-        from leanclip.data.coco import Coco
+        from leanclip.packing.coco import Coco
 
         return Coco(command.source, images=command.images)
     if kind == "synthetic":
         from leanclip.data.synthetic import open_synthetic
 
         return open_synthetic(command.source)
-    from leanclip.data.folder import Folder
+    from leanclip.packing.folder import Folder
 
     return Folder(command.source)
 
@@ -201,9 +201,9 @@ def _show_pack(command: PackCommand, source: "Packable", summary: "PackSummary")
 
 def _check(command: CheckCommand) -> None:
     from leanclip.data import DataConfig, open_source
-    from leanclip.data.check import check
-    from leanclip.data.progress import progress_bar
     from leanclip.models import TokenCounter
+    from leanclip.packing.check import check
+    from leanclip.progress import progress_bar
 
     if command.sample is not None and command.sample < 1:
         raise UserError(f"--sample is {command.sample}; it must be at least 1")

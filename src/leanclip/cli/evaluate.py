@@ -13,7 +13,7 @@ from rich.table import Table
 from leanclip.cli.parse import Positional, arg, parse
 from leanclip.config import load_toml, override
 from leanclip.data import Subset, load_manifest, open_validation
-from leanclip.data.progress import progress_bar
+from leanclip.device import autocast_of, device_of
 from leanclip.distributed import Ranks, device_for, joined, launched
 from leanclip.errors import UserError
 from leanclip.evaluation import (
@@ -27,12 +27,13 @@ from leanclip.evaluation import (
     retrieval_metrics,
     summary,
 )
+from leanclip.evaluation.clip_benchmark import SuiteSet, run_suite, suite_sets
 from leanclip.evaluation.held_out import open_held_out
 from leanclip.evaluation.results import SetResult, as_csv, as_json, retrieval_rows, zero_shot_rows
-from leanclip.evaluation.suite import SuiteSet, run_suite, suite_sets
 from leanclip.inference import find_model, load_model
 from leanclip.models import ModelConfig, TwoTower, create_model, is_model_name
-from leanclip.training import RunDirectory, TrainConfig, autocast_of, device_of
+from leanclip.progress import progress_bar
+from leanclip.runs import RunDirectory, TrainConfig
 
 DESCRIPTION = """Figures of a trained model: retrieval on images with captions, accuracy on images with classes.
 

@@ -14,7 +14,7 @@ from leanclip.errors import UserError
 from leanclip.inference import find_model, load_model
 from leanclip.models import ModelConfig, TwoTower, create_model
 from leanclip.models.export import TOLERANCE, Exported, export_open_clip, export_transformers
-from leanclip.training.model_card import one_line
+from leanclip.runs.model_card import one_line
 
 DESCRIPTION = """Write a trained model for other libraries, read it back and compare its embeddings before saying so.
 

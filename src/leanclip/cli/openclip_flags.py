@@ -16,7 +16,7 @@ from leanclip.distributed import launched
 from leanclip.errors import UserError
 from leanclip.losses import LOSSES
 from leanclip.losses.registry import spec_of
-from leanclip.training import TrainConfig
+from leanclip.runs import TrainConfig
 
 Status = Literal["honoured", "translated", "ignored", "refused"]
 START, END = "<!-- table: python -m leanclip.cli.openclip_flags docs/from-openclip.md -->", "<!-- end of table -->"

@@ -17,12 +17,12 @@ from leanclip.losses import loss_from_config
 from leanclip.losses.registry import spec_of
 from leanclip.models import model_config_of
 from leanclip.planning import CARDS, NETWORKS, Card, calibrated, card_named
-from leanclip.planning.rivals import RivalLoss, loss_memory
-from leanclip.planning.trace import UNTRACED
-from leanclip.training import TrainConfig
-from leanclip.training.defaults import fill, total_steps
-from leanclip.training.predict import PARTS
-from leanclip.training.search import USED, Option, Tell, largest_batch, options, silent
+from leanclip.planning.baseline_losses import RivalLoss, loss_memory
+from leanclip.planning.micro_batch_search import USED, Option, Tell, largest_batch, options, silent
+from leanclip.planning.step_prediction import PARTS
+from leanclip.planning.step_trace import UNTRACED
+from leanclip.runs import TrainConfig
+from leanclip.runs.defaults import fill, total_steps
 
 DESCRIPTION = """Say what a training run needs, without running it and without a GPU.
 

@@ -10,13 +10,14 @@ from rich.table import Table
 
 from leanclip.cli.parse import parse
 from leanclip.config import load_toml, override
+from leanclip.device import device_of
 from leanclip.errors import UserError
 from leanclip.losses import LOSSES, LossConfig
+from leanclip.losses.gradient_check import selftest
 from leanclip.losses.registry import spec_of
-from leanclip.losses.selftest import selftest
 from leanclip.recipes import load_recipe
-from leanclip.training import TrainConfig, device_of
-from leanclip.training.selftest import processes_selftest
+from leanclip.runs import TrainConfig
+from leanclip.training.rank_check import processes_selftest
 
 DESCRIPTION = """Check on this machine that leanclip computes what it should. The exit code is 1 if anything fails.
 

@@ -11,22 +11,24 @@ from pathlib import Path
 from rich.console import Console
 
 from leanclip import __version__
+from leanclip.checkpointing.checkpoint import copy_best, set_aside, step_directories, tidy
+from leanclip.checkpointing.resume import AUTO, LATEST
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.parse import parse
 from leanclip.config import load_toml, override, save_toml
+from leanclip.device import device_of
 from leanclip.distributed import PROGRESS, Ranks, device_for, joined, launch_id, launched, restarted
 from leanclip.errors import UserError
 from leanclip.losses import LossConfig
+from leanclip.planning.profile import profile, summary
 from leanclip.recipes import load_recipe
-from leanclip.training import Job, RunDirectory, TrainConfig, describe, device_of, set_up, train
-from leanclip.training.checkpoint import copy_best, set_aside, step_directories, tidy
-from leanclip.training.config import RunConfig
-from leanclip.training.defaults import default_name
+from leanclip.runs import RunDirectory, TrainConfig
+from leanclip.runs.config import RunConfig
+from leanclip.runs.defaults import default_name
+from leanclip.runs.run_directory import write_atomically
+from leanclip.runs.stopping import Stopping, exit_code
+from leanclip.training import Job, describe, set_up, train
 from leanclip.training.preview import preview
-from leanclip.training.profile import profile, summary
-from leanclip.training.resume import AUTO, LATEST
-from leanclip.training.run_directory import write_atomically
-from leanclip.training.stopping import Stopping, exit_code
 
 DESCRIPTION = """Train a CLIP model.
 

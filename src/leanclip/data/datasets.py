@@ -9,10 +9,10 @@ import numpy as np
 from leanclip.data import synthetic
 from leanclip.data.broken import BrokenCount
 from leanclip.data.config import DataConfig
+from leanclip.data.csv_table import Table
 from leanclip.data.order import Kept, Once, Visits, Weighted
 from leanclip.data.shards import Manifest, Shards
 from leanclip.data.source import Source
-from leanclip.data.table import Table
 from leanclip.errors import UserError
 
 BUNDLED = Path(__file__).parent / "emoji"

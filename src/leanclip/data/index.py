@@ -30,6 +30,7 @@ from leanclip.data.files import FileStat, OpenFiles, is_remote
 from leanclip.data.tar import COLUMNS, compression_of, scan
 from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
+from leanclip.filesystem import cache_directory
 
 FILE = ".leanclip-index"
 MAGIC = b"leanclip index 1\n"
@@ -95,10 +96,6 @@ def open_index(files: list[FileStat]) -> list[Indexed]:
     for directory, members in directories.items():
         found |= _directory_index(directory, members)
     return [found[file.path] for file in files]
-
-
-def cache_directory() -> Path:
-    return Path(os.environ.get("LEANCLIP_CACHE") or Path.home() / ".cache" / "leanclip")
 
 
 def _directory_index(directory: str, files: list[FileStat]) -> dict[str, Indexed]:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 from PIL import Image
 
-from leanclip.data.packable import Packable
+from leanclip.data.file_source import Packable
 from leanclip.errors import UserError
 
 PREFIX = "synthetic:"

@@ -1,10 +1,10 @@
 """The processes that share a global batch."""
 
+from leanclip.distributed.ddp_fsdp import forget_gathered, reducing, replicated, sharded, split_like, whole
+from leanclip.distributed.heartbeat import LOST, PROGRESS, Watch
 from leanclip.distributed.launch import Launch, device_for, joined, launch_id, launched, restarted, start_time
-from leanclip.distributed.ledger import LEDGER, Ledger, Traffic, traffic
-from leanclip.distributed.parallel import forget_gathered, reducing, replicated, sharded, split_like, whole
 from leanclip.distributed.ranks import Ranks, Rows, host_group
-from leanclip.distributed.watch import LOST, PROGRESS, Watch
+from leanclip.distributed.traffic import LEDGER, Ledger, Traffic, traffic
 
 __all__ = [
     "LEDGER",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from leanclip.distributed.watch import Watch
+from leanclip.distributed.heartbeat import Watch
 from leanclip.errors import UserError
 
 PORT = 29500

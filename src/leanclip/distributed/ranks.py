@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from leanclip.distributed.ledger import LEDGER
-from leanclip.distributed.watch import PROGRESS
+from leanclip.distributed.heartbeat import PROGRESS
+from leanclip.distributed.traffic import LEDGER
 from leanclip.errors import UserError
 
 T = TypeVar("T")

@@ -1,8 +1,8 @@
 """How good is a model: retrieval, zero-shot classification, and pictures of it."""
 
 from leanclip.evaluation.embed import Embedded, embed
-from leanclip.evaluation.labelled import LabelledSet, bundled_groups, labelled_sets, open_imagenet, open_labelled
-from leanclip.evaluation.panel import hardest_negatives, retrieval_panel
+from leanclip.evaluation.example_panel import hardest_negatives, retrieval_panel
+from leanclip.evaluation.labelled_sets import LabelledSet, bundled_groups, labelled_sets, open_imagenet, open_labelled
 from leanclip.evaluation.prompts import Prompts, prompts_for
 from leanclip.evaluation.retrieval import RECALLS, retrieval_metrics
 from leanclip.evaluation.zero_shot import Classified, ClassifierCache, classify, summary, zero_shot_metrics

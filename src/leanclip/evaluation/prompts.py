@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from leanclip.errors import UserError
-from leanclip.evaluation.labelled import LabelledSet, read_lines
+from leanclip.evaluation.labelled_sets import LabelledSet, read_lines
 from leanclip.models import PROMPT_SETS, prompt_templates
 
 Prompts = tuple[tuple[str, ...], ...]  # for each class its texts

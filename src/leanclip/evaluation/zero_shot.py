@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from leanclip.data import evaluation_batches, evaluation_transform
-from leanclip.data.index import cache_directory
-from leanclip.data.progress import progress_bar
 from leanclip.distributed import PROGRESS, Ranks
 from leanclip.errors import UserError
 from leanclip.evaluation.embed import embed_images, embed_texts, equal_share, wide_dtype
-from leanclip.evaluation.labelled import LabelledSet
+from leanclip.evaluation.labelled_sets import LabelledSet
 from leanclip.evaluation.prompts import Prompts
+from leanclip.filesystem import cache_directory
 from leanclip.models import TwoTower
+from leanclip.progress import progress_bar
 
 ALL_SHOWN = 5  # with fewer classes every answer would be among the first five
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from leanclip.distributed import Ranks, Rows
-from leanclip.losses.attach import without_autocast
+from leanclip.losses.custom_gradient import without_autocast
 from leanclip.losses.output import LossOutput
 
 

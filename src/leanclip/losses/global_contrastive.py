@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from leanclip import ops
-from leanclip.losses.attach import attach_gradients
 from leanclip.losses.base import ContrastiveLoss, Local, work_dtype
+from leanclip.losses.custom_gradient import attach_gradients
+from leanclip.losses.device_scalars import Numbers
 from leanclip.losses.gamma import InnerRate
 from leanclip.losses.normalizer import Normalizer
-from leanclip.losses.numbers import Numbers
 from leanclip.losses.output import LossOutput, Metric, Metrics
 from leanclip.losses.sample_state import SampleState
 from leanclip.losses.similarities import Similarities

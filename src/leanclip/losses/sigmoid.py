@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from leanclip import ops
-from leanclip.losses.attach import attach_gradients
 from leanclip.losses.base import ContrastiveLoss, Local, work_dtype
+from leanclip.losses.custom_gradient import attach_gradients
 from leanclip.losses.output import LossOutput, Metrics
 from leanclip.losses.temperature import GlobalTemperature
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from leanclip.losses.numbers import Numbers
+from leanclip.losses.device_scalars import Numbers
 from leanclip.losses.sample_state import SIDES, SampleState
 
 GRADIENT_CLAMP = 5.0  # of the per-sample temperature gradient, as published

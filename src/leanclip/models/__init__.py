@@ -1,7 +1,7 @@
 """The models: open_clip's, behind a two-tower interface."""
 
+from leanclip.models.caption_length import TokenCounter
 from leanclip.models.config import ModelConfig
-from leanclip.models.tokens import TokenCounter
 from leanclip.models.two_tower import (
     CONFIG_FILE,
     PROMPT_SETS,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from leanclip.models.barriers import mend_compiled_kernels
+from leanclip.models.kernel_barriers import mend_compiled_kernels
 from leanclip.ops.attention import Packing, packed_attention, row_attention
 
 RECOMPILES = 64  # towers x last block or not x with gradient or not x sizes, of one function

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from leanclip.directories import put_back, remove, replace_directory
 from leanclip.errors import UserError
+from leanclip.filesystem import put_back, remove, replace_directory
 from leanclip.models import transformers_clip
 from leanclip.models.two_tower import TwoTower, architecture_name, loading_options, model_from_file
 

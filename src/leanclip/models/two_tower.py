@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leanclip.errors import UserError
-from leanclip.models.barriers import mend_compiled_kernels
 from leanclip.models.blocks import Block
+from leanclip.models.cached_tokenizer import Words
 from leanclip.models.config import ModelConfig
+from leanclip.models.kernel_barriers import mend_compiled_kernels
 from leanclip.models.text_length import EndOfText, Texts, padded_because, pooling, text_tower
-from leanclip.models.towers import embed_images, embed_texts, normalised
+from leanclip.models.transformer_towers import embed_images, embed_texts, normalised
 from leanclip.models.untrusted import check_architecture, check_weights, without_code
-from leanclip.models.words import Words
 
 WEIGHTS_FILE = "open_clip_model.safetensors"  # the two names that open_clip looks for in a `local-dir:`
 CONFIG_FILE = "open_clip_config.json"

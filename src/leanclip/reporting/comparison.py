@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leanclip.reporting import content
+from leanclip.reporting import report_sections
 from leanclip.reporting.chart import Chart, Reference, Series
-from leanclip.reporting.content import Cell
-from leanclip.reporting.heat import quantile
-from leanclip.reporting.record import Evaluation, RunRecord, number
+from leanclip.reporting.histogram_chart import quantile
+from leanclip.reporting.report_sections import Cell
+from leanclip.reporting.run_reader import Evaluation, RunRecord, number
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -64,31 +64,31 @@ def x_axis(runs: Sequence[RunRecord]) -> XAxis:
 
 def final_figures(runs: Sequence[RunRecord]) -> Grid:
     """What came out of each run. The best is marked where it is clear what is better."""
-    columns: list[content.Column] = []
+    columns: list[report_sections.Column] = []
     values: list[list[float]] = []
 
     def add(title: str, of: Callable[[RunRecord], float], *, share: bool = False, better: int = 0) -> None:
         found = [of(run) for run in runs]
         if any(math.isfinite(value) for value in found):
-            columns.append(content.Column(key=title, title=title, share=share, better=better))
+            columns.append(report_sections.Column(key=title, title=title, share=share, better=better))
             values.append(found)
 
     for name in sets(runs):
         for key, title in metrics(runs, name).items():
             add(f"{title}, {name}", lambda run, name=name, key=key: last_value(run, name, key), share=True, better=1)
-    add("Loss", lambda run: content.last_finite(run.column("loss")))
-    add(content.TAU, lambda run: content.last_finite(run.column("tau")))
+    add("Loss", lambda run: report_sections.last_finite(run.column("loss")))
+    add(report_sections.TAU, lambda run: report_sections.last_finite(run.column("tau")))
     add("Samples per second", lambda run: median(run.column("samples_per_second")), better=1)
-    for key in content.MEMORY:
-        add(content.CURVES[key].title, lambda run, key=key: largest(run.column(key)), better=-1)
+    for key in report_sections.MEMORY:
+        add(report_sections.CURVES[key].title, lambda run, key=key: largest(run.column(key)), better=-1)
     add("Traffic of the loss (MB per step)", lambda run: 1e-6 * number(communication(run).get("leanclip")), better=-1)
-    best = [content.best_of(column, found) for column, found in zip(columns, values, strict=True)]
+    best = [report_sections.best_of(column, found) for column, found in zip(columns, values, strict=True)]
     rows = tuple(
         (
             Cell(text=run.status),
             Cell(text=f"{run.steps[-1]:,.0f}" if run.train else "0"),
-            Cell(text=content.duration(content.last_finite(run.column("seconds")))),
-            *(content.cell(column, values[c][r], best[c]) for c, column in enumerate(columns)),
+            Cell(text=report_sections.duration(report_sections.last_finite(run.column("seconds")))),
+            *(report_sections.cell(column, values[c][r], best[c]) for c, column in enumerate(columns)),
         )
         for r, run in enumerate(runs)
     )
@@ -104,7 +104,7 @@ def differences(runs: Sequence[RunRecord]) -> tuple[list[Difference], int]:
     rows = [Difference(name=key, values=tuple(setting(found.get(key)) for found in settings)) for key in shown]
     around = [surroundings(run) for run in runs]
     for key in dict.fromkeys(key for found in around for key in found):
-        texts = tuple(found.get(key, content.DASH) for found in around)
+        texts = tuple(found.get(key, report_sections.DASH) for found in around)
         if len(set(texts)) > 1:
             rows.append(Difference(name=key, values=texts))
     return rows, len(keys) - len(differing)
@@ -123,14 +123,17 @@ def setting(value: object) -> str:
 
 def surroundings(run: RunRecord) -> dict[str, str]:
     environment = run.info.get("environment")
-    found = {"leanclip": str(run.info.get("version") or ""), "processes": content.count(run.info.get("processes"))}
+    found = {
+        "leanclip": str(run.info.get("version") or ""),
+        "processes": report_sections.count(run.info.get("processes")),
+    }
     return found | ({str(k): str(v) for k, v in environment.items()} if isinstance(environment, dict) else {})
 
 
 def training_charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
     axis = x_axis(runs)
     charts: list[Chart] = []
-    for key, curve in content.curves(runs).items():
+    for key, curve in report_sections.curves(runs).items():
         series = [
             Series(
                 name=names[i],
@@ -185,8 +188,8 @@ def evaluation_charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[C
 
 def chance_lines(chosen: Sequence[Sequence[Evaluation]], key: str) -> list[Reference]:
     """The line of guessing, where it is one and the same for all runs."""
-    if match := content.RECALL.fullmatch(key):
-        found = {content.chance_of(e.metrics, match[1], int(match[2])) for runs in chosen for e in runs}
+    if match := report_sections.RECALL.fullmatch(key):
+        found = {report_sections.chance_of(e.metrics, match[1], int(match[2])) for runs in chosen for e in runs}
     else:
         found = {e.metrics.get("chance@1", math.nan) for runs in chosen for e in runs} if key == "top1" else set()
     return [Reference(name="chance", value=100 * value) for value in found] if len(found) == 1 else []
@@ -208,29 +211,29 @@ def histogram_charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Ch
             for i, run in enumerate(runs)
             if key in run.histograms
         ]
-        title = f"{content.HISTOGRAMS.get(key, key)}, median"
+        title = f"{report_sections.HISTOGRAMS.get(key, key)}, median"
         charts.append(Chart(title=title, series=series, markers=True, x_label=axis.label))
     return charts
 
 
 def sets(runs: Sequence[RunRecord]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in content.sets(run.evaluations)))
+    return list(dict.fromkeys(name for run in runs for name in report_sections.sets(run.evaluations)))
 
 
 def metrics(runs: Sequence[RunRecord], name: str) -> dict[str, str]:
     """What is compared on a set: the recalls at 1 and at the largest rank, and classification."""
     chosen = [e for run in runs for e in run.evaluations if e.set == name]
     found: dict[str, str] = {}
-    for direction, title in content.DIRECTIONS.items():
-        ranks = content.ranks(chosen, direction)
+    for direction, title in report_sections.DIRECTIONS.items():
+        ranks = report_sections.ranks(chosen, direction)
         for rank in sorted({ranks[0], ranks[-1]}, reverse=True) if ranks else ():
             found[f"{direction}_recall@{rank}"] = f"{title} R@{rank}"
     known = {key for e in chosen for key in e.metrics}
-    return found | {key: f"Zero-shot {title}" for key, title in content.ZERO_SHOT.items() if key in known}
+    return found | {key: f"Zero-shot {title}" for key, title in report_sections.ZERO_SHOT.items() if key in known}
 
 
 def last_value(run: RunRecord, name: str, key: str) -> float:
-    return content.last_finite([e.metrics.get(key, math.nan) for e in run.evaluations if e.set == name])
+    return report_sections.last_finite([e.metrics.get(key, math.nan) for e in run.evaluations if e.set == name])
 
 
 def communication(run: RunRecord) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from leanclip.errors import UserError
-from leanclip.reporting import comparison, content
+from leanclip.reporting import comparison, report_sections
 from leanclip.reporting.chart import COLOURS, Chart, draw, key
-from leanclip.reporting.confusion import confusion
-from leanclip.reporting.heat import draw_histograms
-from leanclip.reporting.record import RunRecord, number, read_run
+from leanclip.reporting.confusion_table import confusion
+from leanclip.reporting.histogram_chart import draw_histograms
+from leanclip.reporting.run_reader import RunRecord, number, read_run
 
 SENDERS = {"leanclip": "leanclip", "openclip": "OpenCLIP's local loss", "disco_clip": "DisCo-CLIP"}
 
@@ -83,14 +83,15 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         "facts": facts(run),
         "notes": texts(info.get("notes")),
         "problems": run.problems,
-        "progress": content.progress(run),
-        "figures": content.key_figures(run),
-        "training_charts": drawn(content.training_charts(run)),
-        "evaluation_charts": drawn(content.evaluation_charts(run)),
+        "progress": report_sections.progress(run),
+        "figures": report_sections.key_figures(run),
+        "training_charts": drawn(report_sections.training_charts(run)),
+        "evaluation_charts": drawn(report_sections.evaluation_charts(run)),
         "histograms": [
-            Markup(draw_histograms(content.HISTOGRAMS.get(name, name), rows)) for name, rows in run.histograms.items()
+            Markup(draw_histograms(report_sections.HISTOGRAMS.get(name, name), rows))
+            for name, rows in run.histograms.items()
         ],
-        "tables": content.tables(run),
+        "tables": report_sections.tables(run),
         "confusions": [confusion(found) for found in run.zero_shot],
         "panel": run.panel if run.panel and run.panel.images else None,
         "hardest": run.panel if run.panel and run.panel.hardest else None,
@@ -98,7 +99,7 @@ def page_values(run: RunRecord) -> dict[str, Any]:
         "config": run.config,
         "environment": environment_of(run),
         "version": str(info.get("version") or ""),
-        "changed": content.moment(run.changed.isoformat()),
+        "changed": report_sections.moment(run.changed.isoformat()),
         "written": now(),
     }
 
@@ -149,7 +150,7 @@ def texts(value: object) -> list[str]:
 
 
 def now() -> str:
-    return content.moment(datetime.now(timezone.utc).isoformat())
+    return report_sections.moment(datetime.now(timezone.utc).isoformat())
 
 
 def facts(run: RunRecord) -> list[tuple[str, str]]:
@@ -158,14 +159,14 @@ def facts(run: RunRecord) -> list[tuple[str, str]]:
     texts = {
         "Model": str(info.get("model") or ""),
         "Loss": str(info.get("loss") or ""),
-        "Parameters": content.count(info.get("parameters")),
-        "Training samples": content.count(info.get("train_samples")),
-        "Global batch": content.count(info.get("global_batch")),
-        "Epochs": content.plain(number(info.get("epochs"))),
-        "Weights": f"averaged, decay {content.plain(number(info['ema']))}" if info.get("ema") else "",
-        "Started": content.moment(info["started"]) if info.get("started") else "",
+        "Parameters": report_sections.count(info.get("parameters")),
+        "Training samples": report_sections.count(info.get("train_samples")),
+        "Global batch": report_sections.count(info.get("global_batch")),
+        "Epochs": report_sections.plain(number(info.get("epochs"))),
+        "Weights": f"averaged, decay {report_sections.plain(number(info['ema']))}" if info.get("ema") else "",
+        "Started": report_sections.moment(info["started"]) if info.get("started") else "",
     }
-    return [(name, text) for name, text in texts.items() if text not in ("", content.DASH)]
+    return [(name, text) for name, text in texts.items() if text not in ("", report_sections.DASH)]
 
 
 def environment_of(run: RunRecord) -> dict[str, str]:
@@ -173,8 +174,8 @@ def environment_of(run: RunRecord) -> dict[str, str]:
     versions = run.info.get("environment")
     found = {str(name): str(text) for name, text in versions.items()} if isinstance(versions, dict) else {}
     for name in ("processes", "micro_batches"):
-        text = content.count(run.info.get(name))
-        if text != content.DASH:
+        text = report_sections.count(run.info.get(name))
+        if text != report_sections.DASH:
             found[name.replace("_", "-")] = text
     return found
 

@@ -1,19 +1,6 @@
-"""A training run: configuration, set-up, step, loop, checkpoints, metrics."""
+"""Training: set-up, step and loop."""
 
-from leanclip.training.config import RunConfig, TrainConfig
 from leanclip.training.loop import describe, train
-from leanclip.training.run_directory import RunDirectory
-from leanclip.training.setup import Job, autocast_of, device_of, resolve, set_up
+from leanclip.training.setup import Job, resolve, set_up
 
-__all__ = [
-    "Job",
-    "RunConfig",
-    "RunDirectory",
-    "TrainConfig",
-    "autocast_of",
-    "describe",
-    "device_of",
-    "resolve",
-    "set_up",
-    "train",
-]
+__all__ = ["Job", "describe", "resolve", "set_up", "train"]

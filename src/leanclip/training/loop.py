@@ -10,24 +10,24 @@ from typing import NamedTuple, NoReturn
 
 from rich.console import Console
 
+from leanclip.checkpointing.checkpoint import Checkpoints, Position, set_aside, step_directories
+from leanclip.checkpointing.resume import LATEST, SavedRun, find_saved, settings
 from leanclip.data import Batch, BrokenCount, on_device
 from leanclip.distributed import LEDGER, Traffic, traffic
 from leanclip.errors import UserError
 from leanclip.optim import scheduled, set_learning_rate
-from leanclip.training.bad_steps import BadSteps, NotFiniteError, Verdict, advice, diagnosis, write_diagnosis
-from leanclip.training.checkpoint import Checkpoints, Position, set_aside, step_directories
+from leanclip.runs.health import HealthCheck
+from leanclip.runs.histograms import state_histograms
+from leanclip.runs.metrics import MetricsLog, memory, to_host
+from leanclip.runs.model_card import model_card
+from leanclip.runs.progress import TrainingProgress
+from leanclip.runs.run_directory import CARD_FILE, RunDirectory, environment
+from leanclip.runs.stopping import Stopping
+from leanclip.runs.trackers import open_trackers
 from leanclip.training.evaluation import HeldOutData, write_if_possible
-from leanclip.training.health import HealthCheck
-from leanclip.training.histograms import state_histograms
-from leanclip.training.metrics import MetricsLog, memory, to_host
-from leanclip.training.model_card import model_card
-from leanclip.training.progress import TrainingProgress
-from leanclip.training.resume import LATEST, SavedRun, find_saved, settings
-from leanclip.training.run_directory import CARD_FILE, RunDirectory, environment
+from leanclip.training.nonfinite import BadSteps, NotFiniteError, Verdict, advice, diagnosis, write_diagnosis
 from leanclip.training.setup import Job
 from leanclip.training.step import StepResult, training_step
-from leanclip.training.stopping import Stopping
-from leanclip.training.trackers import open_trackers
 
 
 @dataclass

@@ -9,7 +9,7 @@ from rich.table import Table
 from torch import Tensor
 
 from leanclip.data import Batch
-from leanclip.training.run_directory import RunDirectory
+from leanclip.runs.run_directory import RunDirectory
 from leanclip.training.setup import Job
 
 SHOWN = 16

@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from leanclip.checkpointing.checkpoint import Position
+from leanclip.checkpointing.openclip import OpenClipCheckpoint
+from leanclip.checkpointing.resume import AUTO, LATEST, SavedRun, find_saved
+from leanclip.checkpointing.state import RunState
 from leanclip.data import Datasets, Manifest, TrainingLoader, open_datasets, training_transform
+from leanclip.device import autocast_of, device_of
 from leanclip.distributed import Ranks, host_group, replicated, sharded
 from leanclip.errors import UserError
 from leanclip.evaluation import RECALLS, LabelledSet, Prompts, labelled_sets, prompts_for, zero_shot_metrics
@@ -22,20 +27,16 @@ from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower, model_config_of
 from leanclip.optim import create_optimizer, weight_decay_groups
-from leanclip.training.ahead import ENOUGH, Ahead, rehearsals
-from leanclip.training.checkpoint import Position
-from leanclip.training.config import TrainConfig
-from leanclip.training.defaults import fill, total_steps
-from leanclip.training.ema import WeightEMA
-from leanclip.training.fit import fitting
-from leanclip.training.loss_scale import LossScale
-from leanclip.training.openclip_checkpoint import OpenClipCheckpoint
-from leanclip.training.pieces import Pieces
-from leanclip.training.recorded import Recorder
-from leanclip.training.resume import AUTO, LATEST, SavedRun, find_saved
-from leanclip.training.state import RunState
-from leanclip.training.towers import build_towers, compiles, records
-from leanclip.training.trackers import check_trackers
+from leanclip.optim.loss_scale import LossScale
+from leanclip.planning.fit import fitting
+from leanclip.runs.config import TrainConfig
+from leanclip.runs.defaults import fill, total_steps
+from leanclip.runs.trackers import check_trackers
+from leanclip.training.cuda_graph import Recorder
+from leanclip.training.kernel_warmup import ENOUGH, Ahead, rehearsals
+from leanclip.training.model_setup import build_towers, compiles, records
+from leanclip.training.step_context import Pieces
+from leanclip.training.weight_average import WeightEMA
 
 SHARDED_OPTIMIZERS = ("adamw", "lamb", "lion", "sgdm")
 
@@ -72,11 +73,6 @@ class Job:
     @property
     def dtype(self) -> torch.dtype:
         return torch.float64 if self.config.run.precision == "fp64" else torch.float32
-
-
-def autocast_of(precision: str | None, device: torch.device) -> torch.autocast:
-    dtype = torch.float16 if precision == "amp" else torch.bfloat16
-    return torch.autocast(device.type, dtype, enabled=precision in ("amp", "amp_bf16", "amp_bfloat16"))
 
 
 def resolve(config: TrainConfig, saved: SavedRun | None = None) -> tuple[TrainConfig, Datasets]:
@@ -286,21 +282,6 @@ def _parts(micro: int, ranks: Ranks, batch: int) -> int:
             f" raise it, or choose a global batch that {ranks.size} processes divide"
         )
     return parts
-
-
-def device_of(name: str | None) -> torch.device:
-    """The device of that name; a GPU if there is one where none is named."""
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"unknown device {name!r}; give cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name} is not supported; give cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {name}: PyTorch sees no GPU here; give cpu, or leave it out")
-    return device
 
 
 def _starting_point(config: TrainConfig, ranks: Ranks) -> tuple[Path | None, list[str]]:

@@ -10,9 +10,9 @@ from torch import Tensor
 from leanclip.data import Batch
 from leanclip.distributed import whole
 from leanclip.losses import LossOutput
-from leanclip.training.bad_steps import gradient_norms
-from leanclip.training.micro_batch import cached
-from leanclip.training.pieces import Pieces
+from leanclip.training.gradient_caching import cached
+from leanclip.training.nonfinite import gradient_norms
+from leanclip.training.step_context import Pieces
 
 ADDED = 1e-6  # to the norm by torch's clipping, which multiplies by 1 where the sum is below the limit
 

@@ -1,0 +1,1 @@
+"""Checkpoints: what they hold, how they are written, and how a run resumes from one."""

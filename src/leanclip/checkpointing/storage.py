@@ -1,0 +1,230 @@
+"""Named tensors on disk: torch's distributed checkpointing in its safetensors form, which holds no code.
+
+Every process writes what it has of each tensor, and reads what it needs, however many processes wrote them.
+"""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, _gen_file_name
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from leanclip.distributed import PROGRESS
+from leanclip.errors import UserError
+from leanclip.filesystem import sync
+
+HASHES_FILE = "hashes.json"
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+# One process alone is no mistake, and a thread that writes cannot change the filters for a moment.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+class DamagedError(UserError):
+    """Files are not what was written."""
+
+
+class Staging:
+    """Copies in host memory, so that training can go on while they are written. The memory stays between saves."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
+        self._buffers: dict[str, Tensor] = {}
+        self._copied: torch.cuda.Event | None = None
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Get the memory now: locking pages takes a second for two gigabytes."""
+        for name, tensor in tensors.items():
+            self._buffer(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Begin to copy. On a GPU the copies queue behind the work so far and before what comes; see `wait`."""
+        staged: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local.detach()
+            buffer = self._buffer(name, local)
+            buffer.copy_(local, non_blocking=local.is_cuda)
+            if isinstance(tensor, DTensor):
+                assert self._mesh is not None
+                staged[name] = DTensor.from_local(
+                    buffer, self._mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+                )
+            else:
+                staged[name] = buffer
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return staged
+
+    def wait(self) -> None:
+        """Until the copies are there; any thread may wait."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        known = self._buffers.get(name)
+        if known is None or known.shape != like.shape or known.dtype != like.dtype:
+            try:
+                known = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)  # locked pages: fast
+            except RuntimeError:  # more than the system lets a process lock
+                known = torch.empty(like.shape, dtype=like.dtype)
+            self._buffers[name] = known
+        return known
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """torch's own would make one long string of bytes of everything first, while no other thread can run."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        result: Future[list[WriteResult]] = Future()
+        name = _gen_file_name(1, 1, plan.storage_data["shard_index"])
+        tensors: dict[str, Tensor] = {}
+        offsets: dict[str, dict[str, list[int]]] = {}
+        written = []
+        for item in plan.items:
+            tensor, part = planner.resolve_data(item), item.tensor_data
+            assert isinstance(tensor, Tensor) and part is not None
+            tensors[item.index.fqn] = tensor
+            offsets[item.index.fqn] = {SAVED_OFFSETS_KEY: list(part.chunk.offsets)}
+            written.append(WriteResult(item.index, tensor.nbytes, _StorageInfo(name, 0, tensor.nbytes)))
+        if tensors:
+            write_safetensors(Path(self.path) / name, tensors, {CUSTOM_METADATA_KEY: json.dumps(offsets)})
+        result.set_result(written)
+        return result
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """One file in the format of safetensors, straight from the tensors' memory: other threads run meanwhile."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | dict(metadata or {})}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """All processes call it together, each with its part: a file for each of them."""
+    writer = _Writer(str(directory), save_distributed=True)
+    save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """What `write_tensors` wrote, by name."""
+
+    directory: Path
+    shapes: Mapping[str, torch.Size]
+    dtypes: Mapping[str, torch.dtype]
+
+    @classmethod
+    def open(cls, directory: Path) -> "StoredTensors":
+        try:
+            found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+        except Exception as error:  # whatever files that are something else make the reader raise
+            raise DamagedError(f"{directory} holds no tensors of a run ({type(error).__name__})") from error
+        entries = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+        return cls(
+            directory,
+            {name: entry.size for name, entry in entries.items()},
+            {name: entry.properties.dtype for name, entry in entries.items()},
+        )
+
+    def read_into(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+        """Fill tensors, or this process's parts of them. With a group all its processes call it together."""
+        reader = HuggingFaceStorageReader(str(self.directory))
+        try:
+            with torch.no_grad():
+                load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
+        except CheckpointException as error:  # which is no Exception
+            raise DamagedError(f"{self.directory} cannot be read ({first_reason(error)})") from error
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole tensors, for this process alone."""
+        tensors = {name: torch.empty(self.shapes[name], dtype=self.dtypes[name]) for name in names}
+        self.read_into(tensors, None)
+        return tensors
+
+
+def write_hashes(directory: Path, unlisted: Sequence[str] = ()) -> None:
+    """List the directory's files with their hashes, and see that all of it is on the disk, not only on its way."""
+    files = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in unlisted):
+        files[path.relative_to(directory).as_posix()] = {"size": path.stat().st_size, "sha256": _hash(path)}
+    (directory / HASHES_FILE).write_text(json.dumps({"files": files}, indent=1))
+    for path in directory.rglob("*"):
+        sync(path)
+    sync(directory)
+
+
+def verify(directory: Path) -> None:
+    """Complain where a listed file is not what was written, or where a directory of tensors holds one more."""
+    try:
+        listed = json.loads((directory / HASHES_FILE).read_text())["files"]
+        expected: dict[str, Any] = {str(name): entry["sha256"] for name, entry in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{directory} is not complete: it has no {HASHES_FILE} that can be read") from error
+    try:
+        _compare(directory, expected)
+    except (OSError, ValueError) as error:  # names that no file can have, disks that cannot be read
+        raise DamagedError(f"{directory} cannot be read ({first_reason(error)[:160]})") from error
+
+
+def _compare(directory: Path, expected: Mapping[str, Any]) -> None:
+    for name in expected:
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise DamagedError(f"{directory} is damaged: it lists {name[:80]}, which is no file of it")
+    folders = {Path(name).parent for name in expected} - {Path()}
+    found = {path.relative_to(directory).as_posix() for folder in folders for path in (directory / folder).glob("*")}
+    if more := sorted(found - set(expected)):
+        raise DamagedError(f"{directory} is damaged: {more[0]} does not belong to it")
+    for name, digest in expected.items():
+        path = directory / name
+        if path.is_symlink() or not path.is_file():
+            raise DamagedError(f"{directory} is damaged: {name} is missing")
+        if _hash(path) != digest:
+            raise DamagedError(f"{directory} is damaged: {name} is not what was written")
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(1 << 22):
+            digest.update(part)
+            PROGRESS.still_at_it()
+    return digest.hexdigest()
+
+
+def first_reason(error: BaseException) -> str:
+    """One line, of the first failure where torch's checkpointing tells of those of several processes."""
+    if isinstance(error, CheckpointException):
+        error = error.failures[min(error.failures)][0]
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else '?'}"

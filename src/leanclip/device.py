@@ -1,0 +1,25 @@
+"""The compute device by name, and mixed precision on it."""
+
+import torch
+
+from leanclip.errors import UserError
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of that name; a GPU if there is one where none is named."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"unknown device {name!r}; give cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name} is not supported; give cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {name}: PyTorch sees no GPU here; give cpu, or leave it out")
+    return device
+
+
+def autocast_of(precision: str | None, device: torch.device) -> torch.autocast:
+    dtype = torch.float16 if precision == "amp" else torch.bfloat16
+    return torch.autocast(device.type, dtype, enabled=precision in ("amp", "amp_bf16", "amp_bfloat16"))

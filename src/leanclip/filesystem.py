@@ -1,0 +1,50 @@
+"""One directory in the place of another: whatever happens in the middle, the old or the new one is there whole."""
+
+import os
+import shutil
+from pathlib import Path
+
+
+def replace_directory(temporary: Path, final: Path) -> None:
+    """Give a directory its name; what had it is put aside first, since a full directory cannot be replaced."""
+    aside = _aside(final)
+    if final.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
+    temporary.rename(final)
+    sync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def put_back(final: Path) -> None:
+    """After a replacement that was cut short: what was put aside gets its name again, or goes if a new one has it."""
+    aside = _aside(final)
+    if final.exists():
+        remove(aside)
+    elif aside.exists():
+        aside.rename(final)
+
+
+def remove(path: Path) -> None:
+    """Whatever it is; nothing where there is nothing."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
+def sync(path: Path) -> None:
+    """See that a file or directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(f".{final.name}.old")
+
+
+def cache_directory() -> Path:
+    return Path(os.environ.get("LEANCLIP_CACHE") or Path.home() / ".cache" / "leanclip")

@@ -1,0 +1,1 @@
+"""Packing data sets into shards, and checking them."""

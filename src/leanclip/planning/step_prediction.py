@@ -1,0 +1,311 @@
+"""A step before it is run: the real `training_step` traced on fake tensors, for any GPU and number of processes."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from leanclip.data import Batch
+from leanclip.distributed import LEDGER, Ledger, Ranks
+from leanclip.distributed.ddp_fsdp import blocks
+from leanclip.losses import ContrastiveLoss, loss_from_config
+from leanclip.models import TwoTower
+from leanclip.models.text_length import Texts, layout
+from leanclip.ops.attention import Packing
+from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
+from leanclip.optim.loss_scale import LossScale
+from leanclip.planning.compiled_cost import Compiler
+from leanclip.planning.fake_ranks import pretending
+from leanclip.planning.step_trace import Begun, Cost, Kernel, Trace, faked, tracing
+from leanclip.runs.config import TrainConfig
+from leanclip.training.model_setup import build_towers, compiles, records
+from leanclip.training.step import training_step
+from leanclip.training.step_context import Pieces
+
+PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "batch",
+    "loss",
+    "state tables",
+    "communication",
+    "workspace",
+)
+WORKSPACE = 65 << 20  # bytes that cuBLAS keeps, as found on an H200
+# Micro-batches that are traced, without and again with gradients. The first one casts the weights and makes the
+# gradients, the last one stands for all that follow.
+TRACED = 2
+GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly
+HALF = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """One rank's step."""
+
+    memory: dict[str, int]  # bytes at the peak, by part
+    kernels: Counter[Kernel]
+    sent: Ledger  # by the loss
+    trained_bytes: int  # of the weights
+    parameters: int  # trained tensors
+    parts: int  # micro-batches
+    compiled: bool  # the towers' blocks
+    recorded: bool  # as a CUDA graph, up to the gradients
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def needed(self) -> int:
+        """In a run: the next batch lies on the device already."""
+        return self.peak + self.memory["batch"]
+
+
+def predict_step(
+    config: TrainConfig,
+    *,
+    samples: int,
+    ranks: int = 1,
+    parts: int = 1,
+    capability: tuple[int, int] = (9, 0),
+    processors: int = 132,
+    caption_length: float | None = None,
+    make_loss: Callable[[], ContrastiveLoss] | None = None,
+) -> Predicted:
+    """Trace a step of a resolved configuration on the first of `ranks` GPUs, in `parts` micro-batches.
+
+    Captions have `caption_length` tokens on average, or all that the model takes. `make_loss` puts another loss in
+    the place of the configured one.
+    """
+    batch, precision = config.data.global_batch_size, config.run.precision
+    assert batch is not None
+    model = build_towers(config, shapes_only=True)
+    cuda = torch.device("cuda")
+    steps = config.run.epochs * max(1, samples // batch)
+    if compiles(config, model, Ranks(0, ranks, None), cuda, min(steps, config.run.max_steps or steps)):
+        model.compile_towers(whole=False)
+    LEDGER.clear()
+    with tracing(capability) as trace, pretending(trace, ranks=ranks, processors=processors) as first:
+        model = faked(model, trace, "weights").train()
+        if model.compiled and not (model.own_image or config.parallel.fsdp):
+            visual = model.clip.visual
+            visual._compiled_call_impl = partial(Compiler(trace)(nn.Module._call_impl), visual)
+        with trace.during("other", "state tables"):
+            loss = make_loss() if make_loss else loss_from_config(config.run.loss, config.loss, num_samples=samples)
+        if precision == "fp64":
+            loss = faked(loss, trace, "state tables", torch.float64)
+        loss.set_epoch(0, 1)
+        _follow(model, loss, trace)
+        optimizer = create_optimizer(
+            _open_values_filled(config.optim), [*weight_decay_groups(model, 0.1), *loss.param_groups()]
+        )
+        _fill_state(optimizer, trace, keep=ranks > 1)
+        data = _batch(model, len(range(*first.share(batch).indices(batch))), trace, caption_length)
+        towers = _Towers(model, trace, parts)
+        pieces = Pieces(
+            towers=towers,
+            loss=loss,
+            optimizer=optimizer,
+            batch=batch,
+            parts=parts,
+            texts=towers.texts,
+            autocast=torch.autocast("cpu", HALF.get(precision or "", torch.bfloat16), enabled=precision in HALF),
+            grad_clip_norm=config.optim.grad_clip_norm,
+            scale=LossScale.of(precision),
+            ranks=first,
+        )
+        trained = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
+        trace.start_again()
+        training_step(pieces, data)
+        towers.enter(None)
+    memory = {part: trace.at_peak.get(part, 0) for part in PARTS} | {"workspace": WORKSPACE}
+    if config.run.ema is not None:
+        memory["weights"] *= 2
+    if config.parallel.fsdp and ranks > 1:
+        memory = _sharded(memory, model, ranks)
+    return Predicted(
+        memory=memory,
+        kernels=trace.kernels,
+        sent=Ledger(dict(LEDGER.entries)),
+        trained_bytes=sum(trained),
+        parameters=len(trained),
+        parts=parts,
+        compiled=model.compiled,
+        recorded=parts == 1 and records(config, model, first, cuda),
+    )
+
+
+def _open_values_filled(config: OptimConfig) -> OptimConfig:
+    """They decide neither memory nor time."""
+    usual = {"lr": 1e-3, "wd": 0.1, "beta1": 0.9, "beta2": 0.98, "eps_opt": 1e-6}
+    return replace(config, **{name: value for name, value in usual.items() if getattr(config, name) is None})
+
+
+def _follow(model: TwoTower, loss: ContrastiveLoss, trace: Trace) -> None:
+    """Tell the trace which part of the step it is in, and which tensors are gradients."""
+
+    def tag(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            trace.hold(parameter.grad, "gradients")
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(tag)
+    compute = loss.compute
+
+    def traced(call: Callable[..., Any], phase: str, part: str) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with trace.during(phase, part):
+                return call(*args)
+
+        return run
+
+    loss.compute = traced(compute, "loss", "loss")
+    model.encode_image = traced(model.encode_image, "image tower", "activations")
+    model.encode_text = traced(model.encode_text, "text tower", "activations")
+
+
+def _fill_state(optimizer: torch.optim.Optimizer, trace: Trace, *, keep: bool) -> None:
+    """The optimizer's state as after a step. On several ranks the gradients' memory stays: it is DDP's buckets."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        trace.hold(parameter.grad, "gradients")
+    with trace.during("optimizer", "optimizer"):
+        optimizer.step()
+    if not keep:
+        optimizer.zero_grad(set_to_none=True)
+    optimizer.register_step_pre_hook(lambda *_: _enter(trace, "optimizer"))
+
+
+def _enter(trace: Trace, phase: str) -> None:
+    trace.phase = trace.part = phase
+
+
+def _batch(model: TwoTower, share: int, trace: Trace, caption_length: float | None) -> Batch:
+    """A rank's share: fake pixels; captions and ids stay real, since the step may look at their values."""
+    pixels = model.preprocess.size
+    height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
+    with trace.during("other", "batch"):
+        images = torch.empty(share, 3, height, width, dtype=torch.uint8)
+    with unset_fake_temporarily():
+        row = model.tokenizer([""])
+        tokens, ids = row.expand(share, -1), torch.arange(share)
+        lengths = caption_lengths(share, caption_length, row.shape[1])
+    return _Share(images=images, tokens=tokens, sample_ids=ids, lengths=lengths)
+
+
+def caption_lengths(count: int, mean: float | None, most: int) -> Tensor:
+    """From half to one and a half times the mean, as many of each in any part; without a mean all the longest."""
+    if mean is None or mean >= most:
+        return torch.full((count,), most)
+    spread = torch.arange(count, dtype=torch.float64).mul(GOLDEN).frac()
+    return (mean * (0.5 + spread)).round().long().clamp(2, most)
+
+
+def _packed(model: TwoTower, tokens: Tensor, lengths: Tensor) -> Tensor | Texts:
+    """What `model.texts` gives on a GPU, without data."""
+    if model.end_of_text is None:
+        return torch.empty_like(tokens)
+    with unset_fake_temporarily():
+        real = Texts.at(tokens, layout(lengths, width=tokens.shape[1], few_sizes=True))
+    packing = real.packing
+    offsets, rows, positions, tiles = map(_like, (packing.offsets, packing.rows, packing.positions, packing.tiles))
+    return Texts(_like(real.tokens), _like(real.ends), Packing(offsets, rows, positions, packing.longest, tiles))
+
+
+def _like(real: Tensor) -> Tensor:
+    return torch.empty(real.shape, dtype=real.dtype)
+
+
+class _Share(Batch):
+    """A rank's samples. However many micro-batches they make, a trace takes the same time."""
+
+    def split(self, parts: int) -> list[Batch]:
+        """The micro-batches that are traced and, without lengths, one that stands for all that follow."""
+        if parts <= TRACED:
+            return super().split(parts)
+        size, larger = divmod(len(self), parts)
+        end = TRACED * size + min(TRACED, larger)
+        first = Batch(
+            images=self.images[:end],
+            tokens=self.tokens[:end],
+            sample_ids=self.sample_ids[:end],
+            lengths=None if self.lengths is None else self.lengths[:end],
+        )
+        rest = Batch(images=self.images[end:], tokens=self.tokens[end:], sample_ids=self.sample_ids[end:])
+        return [*first.split(TRACED), rest]
+
+
+class _Towers(nn.Module):
+    """The model, but micro-batches that are like one already traced are charged, not traced again.
+
+    Their captions take the memory that this one's took, and their embeddings what they need together.
+    """
+
+    def __init__(self, model: TwoTower, trace: Trace, parts: int) -> None:
+        super().__init__()
+        self.model, self.trace = model, trace
+        self.charged = parts - TRACED
+        self.costs: dict[str, Cost] = {}
+        self.calls: Counter[str] = Counter()
+        self.begun: tuple[str, Begun] | None = None
+        self.packed = 0  # bytes of the captions of the last micro-batch
+        self.like: tuple[Tensor, Tensor] | None = None
+
+    def texts(self, tokens: Tensor, lengths: Tensor | None) -> Tensor | Texts:
+        if lengths is None:
+            self.trace.charge(self.costs["packed"], self.charged)
+            return torch.empty(self.charged * self.packed, dtype=torch.uint8)
+        before = self.trace.total
+        self.enter("packed")
+        texts = _packed(self.model, tokens, lengths)
+        self.enter(None)
+        self.packed = self.trace.total - before
+        return texts
+
+    def forward(self, images: Tensor, tokens: Tensor | Texts, between: Any = None) -> tuple[Tensor, Tensor]:
+        self.enter(None)
+        trained = torch.is_grad_enabled()
+        piece = "trained" if trained else "embedded"
+        self.calls[piece] += 1
+        if self.calls[piece] > TRACED:
+            self.trace.charge(self.costs[piece], self.charged)
+            assert self.like is not None
+            if trained:  # their backward passes are charged too: nothing here asks for one
+                return self.like
+            self.trace.charge(self.costs["between"], self.charged - 1)
+            image, text = (like.new_empty(len(images), like.shape[1]) for like in self.like)
+            return image, text
+        self.enter(piece)
+        image = self.model.encode_image(images)
+        if between is not None:
+            between(image)
+        text = self.model.encode_text(tokens)
+        self.like = image.new_empty(0, image.shape[1]), text.new_empty(0, text.shape[1])
+        if not trained:
+            self.enter("between")  # where batch norms are averaged
+        return image, text
+
+    def enter(self, piece: str | None) -> None:
+        """The last piece of the step ends here, and its cost is known; the next one begins."""
+        if self.begun is not None:
+            name, begun = self.begun
+            self.costs[name] = self.trace.end(begun)
+        self.begun = None if piece is None else (piece, self.trace.begin())
+
+
+def _sharded(memory: dict[str, int], model: TwoTower, ranks: int) -> dict[str, int]:
+    """FSDP2: a rank's part of weights, gradients and optimizer state, and three whole blocks in use."""
+    sizes = [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks(model)]
+    largest = max(sizes, default=memory["weights"])
+    split = {part: -(-memory[part] // ranks) for part in ("weights", "gradients", "optimizer")}
+    return memory | split | {"communication": memory["communication"] + 3 * largest}

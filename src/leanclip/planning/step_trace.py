@@ -1,0 +1,298 @@
+"""What a step would do on a GPU, without one: its real code on fake tensors, every allocation and kernel noted.
+
+A fake tensor has shape and dtype but no data. Under a `Trace` the code runs as it is, autograd, autocast and all;
+each operation is written down as a kernel with its arithmetic and its bytes, and every storage from its birth to its
+death, by the part of the step that it belongs to. Values that the code reads from the device are taken as 1 or True.
+"""
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from leanclip.ops.attention import short_attention, short_attention_backward
+from leanclip.planning.cuda_autocast import cuda_autocast
+
+aten = torch.ops.aten
+own = torch.ops.leanclip
+assert short_attention and short_attention_backward  # by their import they are there
+UNTRACED = (
+    UnsupportedOperatorException,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    NotImplementedError,
+)
+ROUND = 512  # bytes: PyTorch's allocator gives no less
+M = TypeVar("M", bound=nn.Module)
+
+MATRIX = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+ATTENTION = (
+    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+)  # fmt: skip
+ATTENTION_BACKWARD = (
+    aten._scaled_dot_product_flash_attention_backward, aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+)  # fmt: skip
+REDUCTION = (aten.sum, aten.mean, aten.linalg_vector_norm, aten._foreach_norm)
+NORM = (aten.native_layer_norm, aten.native_group_norm)
+NORM_BACKWARD = (aten.native_layer_norm_backward, aten.native_group_norm_backward)
+BATCH_NORM = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._batch_norm_with_update)
+BATCH_NORM_BACKWARD = (aten.native_batch_norm_backward, aten.batch_norm_backward)
+OPTIMIZER = (aten._fused_adamw_, aten._fused_adam_)
+BORN = (aten.lift_fresh.default,)  # how torch.tensor(...) makes a fake one
+FREE = (  # that launch nothing
+    aten._unsafe_view, aten._reshape_alias, aten.detach, aten.alias, aten.lift_fresh,
+    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._assert_async,
+)  # fmt: skip
+KINDS = {
+    packet: kind
+    for kind, packets in {
+        "matrix": MATRIX, "attention": ATTENTION, "attention backward": ATTENTION_BACKWARD,
+        "convolution": (aten.convolution,), "convolution backward": (aten.convolution_backward,),
+        "norm": NORM, "norm backward": NORM_BACKWARD, "batch norm": BATCH_NORM,
+        "batch norm backward": BATCH_NORM_BACKWARD, "pooling": (aten.avg_pool2d,),
+        "short attention": (own.short_attention,), "short attention backward": (own.short_attention_backward,),
+        "pooling backward": (aten.avg_pool2d_backward,), "optimizer": OPTIMIZER, "reduction": REDUCTION,
+    }.items()
+    for packet in packets
+}  # fmt: skip
+
+
+class Kernel(NamedTuple):
+    """One launch. `shape` is (batch, m, n, k) of a product, (batch, heads, length, size) of attention, the same of
+    tiles and their length of our own attention, (channels,) of batch normalisation, else empty."""
+
+    kind: str
+    phase: str
+    flops: int
+    bytes: int
+    itemsize: int  # of its first operand: which unit multiplies
+    shape: tuple[int, ...] = ()
+
+
+@dataclass
+class Cost:
+    """What a piece of a step took, so that it can be charged again without being traced again."""
+
+    kernels: Counter[Kernel]
+    above: int  # bytes that its peak stood above its beginning
+
+
+class Begun(NamedTuple):
+    """Where a piece began."""
+
+    kernels: Counter[Kernel]
+    total: int
+    peak: int
+    at_peak: Counter[str]
+
+
+class Trace(TorchDispatchMode):
+    """The kernels, the bytes alive by part, and the parts at the highest total."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        super().__init__()
+        self.capability = capability
+        self.kernels: Counter[Kernel] = Counter()
+        self.alive: Counter[str] = Counter()
+        self.peak = 0
+        self.at_peak: Counter[str] = Counter()
+        self.part, self.phase = "activations", "other"
+        self._tags: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for all the time
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            dtype = args[0].dtype
+            if args[0].constant is not None:
+                return args[0].constant.item()
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if given and func not in BORN and not any(isinstance(tensor, FakeTensor) for tensor in given):
+            with unset_fake_temporarily():  # what the host really has, such as ids and tokens, stays real
+                return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        for tensor in made:
+            self.hold(tensor)
+        if not func.is_view and (kernel := self._kernel(func, args, kwargs, given, made, out)) is not None:
+            self.launch(kernel)
+        return out
+
+    def launch(self, kernel: Kernel, times: int = 1) -> None:
+        self.kernels[kernel] += times
+
+    def hold(self, tensor: Tensor, part: str | None = None) -> None:
+        """Count a tensor's storage until it dies; with a `part`, move it there."""
+        storage = tensor.untyped_storage()
+        tag = self._tags.get(storage)
+        if tag is None:
+            size = -(-storage.nbytes() // ROUND) * ROUND
+            tag = [part or self.part, size]
+            self._tags[storage] = tag
+            weakref.finalize(storage, self._release, tag)
+            self.alive[tag[0]] += size
+            self._look()
+        elif part is not None and part != tag[0]:
+            self.alive[tag[0]] -= tag[1]
+            self.alive[part] += tag[1]
+            tag[0] = part
+
+    def charge(self, cost: Cost, times: int) -> None:
+        """So many times more, one after the other, what was traced before."""
+        for kernel, count in cost.kernels.items():
+            self.kernels[kernel] += count * times
+        self._look(cost.above)
+
+    def begin(self) -> "Begun":
+        """Start to cost a piece of the step; `end` with what this gave says what it took."""
+        begun = Begun(Counter(self.kernels), self.total, self.peak, self.at_peak)
+        self.peak = begun.total
+        return begun
+
+    def end(self, begun: "Begun") -> Cost:
+        cost = Cost(self.kernels - begun.kernels, self.peak - begun.total)
+        if begun.peak >= self.peak:
+            self.peak, self.at_peak = begun.peak, begun.at_peak
+        return cost
+
+    @contextlib.contextmanager
+    def during(self, phase: str, part: str | None = None) -> Iterator[None]:
+        before = self.phase, self.part
+        self.phase, self.part = phase, part or self.part
+        try:
+            yield
+        finally:
+            self.phase, self.part = before
+
+    @property
+    def now(self) -> str:
+        """The phase of what is launched: what autograd runs is the backward pass, but for the loss's."""
+        backward = torch._C._current_graph_task_id() != -1
+        return "backward" if backward and self.phase != "loss" else self.phase
+
+    @property
+    def total(self) -> int:
+        return sum(self.alive.values())
+
+    def start_again(self) -> None:
+        """Forget kernels and peak, keep what is alive."""
+        self.kernels.clear()
+        self.peak, self.at_peak = 0, Counter()
+        self._look()
+
+    def _release(self, tag: list[Any]) -> None:
+        self.alive[tag[0]] -= tag[1]
+
+    def _look(self, above: int = 0) -> None:
+        total = self.total + above
+        if total > self.peak:
+            self.peak, self.at_peak = total, Counter(self.alive)
+            self.at_peak[self.part] += above
+
+    def _kernel(
+        self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor], out: Any
+    ) -> Kernel | None:
+        packet = func.overloadpacket
+        if packet in FREE or not (given or made):
+            return None
+        flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
+        kind = KINDS.get(packet, "elementwise")
+        if kind.startswith("convolution"):
+            weight, stride = (args[1], args[3]) if kind == "convolution" else (args[2], args[4])
+            each = 2 * weight[0].numel()  # of an output's element
+            flops = each * out.numel() if kind == "convolution" else each * args[0].numel() * sum(args[10][:2])
+            if weight.shape[1] == 1 and weight.shape[0] > 1:
+                kind = kind.replace("convolution", "depthwise")
+            elif weight.shape[1] == 3 and stride[-1] == weight.shape[-1]:  # an image cut into patches
+                kind = kind.replace("convolution", "patches")
+        first = next((tensor for tensor in given if tensor.is_floating_point()), None)
+        if packet is aten._scaled_dot_product_flash_attention_backward:
+            self._look(_flash_scratch(*args[1].shape))
+        return Kernel(
+            kind, self.now, int(flops), sum(map(bytes_of, given)) + sum(map(bytes_of, made)),
+            4 if first is None else first.itemsize, _shape(kind, packet, args),
+        )  # fmt: skip
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """What is read or written of it: an expanded tensor's own elements once."""
+    size = tensor.itemsize
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        size *= length if stride else 1
+    return size
+
+
+def _shape(kind: str, packet: Any, args: Any) -> tuple[int, ...]:
+    if kind == "matrix":
+        left, right = (args[1], args[2]) if packet in (aten.addmm, aten.baddbmm) else args[:2]
+        batch = left.shape[0] if left.ndim == 3 else 1
+        return batch, left.shape[-2], right.shape[-1], left.shape[-1]
+    if kind == "attention":
+        return tuple(args[0].shape)
+    if kind == "attention backward":
+        return tuple(args[1].shape)
+    if kind.startswith("short attention"):
+        (tokens, _, heads, size), (tiles, _, length, block) = args[0].shape, args[-4:]
+        return tokens // length if length else len(tiles) - 1, heads, block, size
+    if kind.startswith("batch norm"):
+        return (args[0].shape[1],)
+    return ()
+
+
+def _flash_scratch(batch: int, heads: int, length: int, size: int) -> int:
+    """Flash attention adds up the queries' gradients in float32, in rows padded to whole blocks of 128."""
+    padded = -(-length // 128) * 128
+    return batch * heads * padded * (-(-size // 32) * 32 + 1) * 4
+
+
+@contextlib.contextmanager
+def tracing(capability: tuple[int, int] = (9, 0)) -> Iterator[Trace]:
+    """Inside, new tensors are fake and everything that happens to them is noted, as on a GPU of that capability."""
+    trace = Trace(capability)
+    one_thread = torch.autograd.set_multithreading_enabled(False)  # so that the backward pass is traced too
+    with cuda_autocast(capability), FakeTensorMode(allow_non_fake_inputs=True), trace, one_thread:
+        yield trace
+
+
+def faked(module: M, trace: Trace, part: str, dtype: torch.dtype | None = None) -> M:
+    """The module, its parameters and buffers exchanged for fake ones; those on the meta device will do.
+
+    With a `dtype`, the floating ones in that.
+    """
+    known: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            made = torch.empty(tensor.shape, dtype=dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+            trace.hold(made, part)
+            known[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        return known[id(tensor)]
+
+    for inner in module.modules():
+        for held in (inner._parameters, inner._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = fake(tensor)  # pyright: ignore[reportArgumentType]
+    return module

@@ -1,0 +1,166 @@
+"""What the user left open: rules through the published settings, and defaults by model and device."""
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from leanclip.distributed import start_time
+from leanclip.errors import UserError
+from leanclip.losses import LossConfig
+from leanclip.losses.registry import spec_of
+from leanclip.models import is_resnet, named_architecture, saved_architecture
+from leanclip.optim import OptimConfig
+from leanclip.runs.config import RunConfig, TrainConfig
+from leanclip.runs.run_directory import RunDirectory
+
+# Between evaluations and between checkpoints, unless asked for: short runs would do little else.
+FEWEST_TO_EVALUATE, FEWEST_TO_SAVE = 10, 100
+
+
+class Published(NamedTuple):
+    """One of FastCLIP's published settings, for fastclip-v3."""
+
+    samples: int
+    lr: float
+    lr_tau: float
+    rho: float
+    gamma_min: float
+    decay_share: float  # of the epochs over which gamma falls
+    batch: float
+
+
+PUBLISHED = (
+    Published(2_723_840, 1e-3, 2e-4, 6.5, 0.2, 18 / 37, 1024),  # CC3M, RN50
+    Published(9_187_328, 4e-4, 1e-4, 8.5, 0.2, 16 / 33, 2048),  # CC12M, ViT-B-32
+    Published(315_658_316, 2e-4, 5e-5, 16.0, 0.8, 10 / 30, 5120),  # LAION400M, ViT-B-16
+)
+
+
+def interpolated(samples: int) -> Published:
+    """Between the published points linearly in log n (rates: in their logarithm too); beyond them the nearest."""
+    points = PUBLISHED
+    if samples <= points[0].samples:
+        return points[0]
+    for low, high in itertools.pairwise(points):
+        if samples <= high.samples:
+            share = math.log(samples / low.samples) / math.log(high.samples / low.samples)
+            return Published(
+                samples,
+                low.lr * (high.lr / low.lr) ** share,
+                low.lr_tau * (high.lr_tau / low.lr_tau) ** share,
+                low.rho + share * (high.rho - low.rho),
+                low.gamma_min + share * (high.gamma_min - low.gamma_min),
+                low.decay_share + share * (high.decay_share - low.decay_share),
+                low.batch * (high.batch / low.batch) ** share,
+            )
+    return points[-1]
+
+
+def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfig:
+    """The configuration with every open value decided, for a training set of this size."""
+    model_name = _model_name(config)
+    batch = config.data.global_batch_size or (config.data.batch_size or 0) * processes or 128
+    if batch < processes:
+        raise UserError(f"a global batch of {batch} does not give each of {processes} processes a sample; raise it")
+    run = config.run
+    steps = total_steps(config, samples=samples, batch=batch)
+    device = run.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    run = replace(
+        run,
+        device=device,
+        precision=run.precision or ("amp_bf16" if device.startswith("cuda") else "fp32"),
+        name=run.name or default_name(config),
+        **_intervals(run, epoch=samples // batch, steps=steps),
+    )
+    rule = interpolated(samples)
+    resnet = is_resnet(model_name)
+    optim = replace(
+        config.optim,
+        lr=config.optim.lr or rule.lr * min(1.0, math.sqrt(batch / rule.batch)),  # smaller batches, smaller steps
+        wd=0.1 if config.optim.wd is None else config.optim.wd,
+        beta1=0.9 if config.optim.beta1 is None else config.optim.beta1,
+        beta2=(0.999 if resnet else 0.98) if config.optim.beta2 is None else config.optim.beta2,
+        eps_opt=config.optim.eps_opt or (1e-8 if resnet else 1e-6),
+        warmup=min(10_000, steps // 10) if config.optim.warmup is None else config.optim.warmup,
+    )
+    assert optim.warmup is not None
+    if optim.warmup >= steps:
+        raise UserError(f"--warmup {optim.warmup} is not shorter than the run of {steps} steps; lower it")
+    return replace(
+        config,
+        model=replace(config.model, model=model_name),
+        data=replace(config.data, global_batch_size=batch, batch_size=None),
+        run=run,
+        optim=optim,
+        loss=_fill_loss(config, rule, optim, epochs=-(-steps // (samples // batch))),
+    )
+
+
+def default_name(config: TrainConfig) -> str:
+    """Of time, model and loss. The time is that of the launcher, so that a restarted process finds its run again."""
+    return f"{start_time():%Y%m%d-%H%M%S}-{_model_name(config).replace('/', '-')}-{config.run.loss}"
+
+
+def _model_name(config: TrainConfig) -> str:
+    """Given, or that of the run whose weights are given."""
+    usual = "leanclip-tiny" if config.data.train_data is None else "ViT-B-32"
+    return config.model.model or _model_of(config.model.pretrained) or usual
+
+
+def _model_of(weights: str | None) -> str | None:
+    """What the weights of a run or a checkpoint directory are of: the model's name, or the config beside them where
+    the run trained it in another form (--force-image-size, --force-quick-gelu, ...)."""
+    if weights is None or (saved := saved_architecture(Path(weights))) is None:
+        return None
+    path = Path(weights).resolve()
+    names = [RunDirectory(folder).facts().get("model") for folder in (path, path.parent.parent)]
+    return named_architecture(saved, [name for name in names if isinstance(name, str)])
+
+
+def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | None]:
+    """Steps between evaluations and between checkpoints, where they were given in epochs or not at all."""
+    eval_every, save_every = run.eval_every, run.save_every
+    if run.val_frequency is not None:
+        eval_every = run.val_frequency * epoch
+    if run.save_frequency is not None:
+        save_every = run.save_frequency * epoch
+    return {
+        "eval_every": max(FEWEST_TO_EVALUATE, steps // 10) if eval_every is None else eval_every,
+        "save_every": max(FEWEST_TO_SAVE, steps // 20) if save_every is None else save_every,
+        "val_frequency": None,
+        "save_frequency": None,
+    }
+
+
+def total_steps(config: TrainConfig, *, samples: int, batch: int) -> int:
+    if samples < batch:
+        raise UserError(f"{samples} training samples do not fill one batch of {batch}; give a smaller --batch-size")
+    steps = config.run.epochs * (samples // batch)
+    return min(steps, config.run.max_steps or steps)
+
+
+def _fill_loss(config: TrainConfig, rule: Published, optim: OptimConfig, *, epochs: int) -> LossConfig:
+    """What nobody gave: the rule's values where it has any for this loss, else the loss's own defaults."""
+    spec = spec_of(config.run.loss)
+    ruled = LossConfig(
+        gamma_min=rule.gamma_min,
+        gamma_decay_epochs=max(1, round(rule.decay_share * epochs)),
+        rho=rule.rho,
+        lr_tau=rule.lr_tau,
+        tau_betas=None if optim.beta1 is None or optim.beta2 is None else (optim.beta1, optim.beta2),
+        tau_adam_eps=optim.eps_opt,
+    )
+    wanted = ("rho", "lr_tau") if spec.temperature == "robust" else ()
+    if spec.temperature == "individual":  # its Adam has the model optimizer's settings
+        wanted = ("tau_betas", "tau_adam_eps")
+    cosine = spec.defaults.gamma_schedule == "cosine" and config.loss.gamma_schedule in (None, "cosine")
+    names = (*wanted, *(("gamma_min", "gamma_decay_epochs") if cosine else ()))
+    chosen = LossConfig(**{name: getattr(ruled, name) for name in names})
+    filled = config.loss.over(chosen.over(spec.defaults))
+    if config.model.pretrained is None:
+        return filled
+    return replace(filled, tau=config.loss.tau, bias=config.loss.bias)  # else the checkpoint's own

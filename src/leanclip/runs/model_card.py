@@ -1,0 +1,105 @@
+"""The model card: README.md beside the weights, with the front matter that model hubs read."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from leanclip.runs.metrics import Result
+
+FRONT = """---
+library_name: open_clip
+pipeline_tag: zero-shot-image-classification
+license: unknown
+tags:
+- clip
+- open_clip
+- leanclip
+---
+"""
+
+USE = """## Use
+
+```python
+import open_clip
+
+model, _, preprocess = open_clip.create_model_and_transforms("local-dir:PATH")  # the directory with the weights
+tokenizer = open_clip.get_tokenizer("local-dir:PATH")
+```
+
+or, with leanclip, `model, preprocess, tokenizer = leanclip.load("PATH")`.
+"""
+
+LIMITS = """## Limits
+
+The licence is unknown until you write one into the first lines of this file: it depends on the training data. The
+model was trained on pairs of pictures and captions as they are, with their errors and prejudices, and it shows them.
+The figures above hold for the named sets only; evaluate it on your own data before you rely on it.
+"""
+
+
+def model_card(facts: Mapping[str, Any], results: Mapping[str, Result], *, step: int) -> str:
+    """The card of a run after `step` steps: `facts` is what run.json says, `results` each set's last evaluation."""
+    name = one_line(facts.get("name") or "model")
+    parts = [
+        FRONT,
+        f"# {name}\n",
+        f"A CLIP model ({one_line(facts.get('model') or 'unknown')}): one network for pictures, one for text, both"
+        f" mapped to the same space. Trained with leanclip {one_line(facts.get('version') or '')};"
+        " every setting is in `config.toml`.\n",
+        *(f"> {one_line(note)}\n" for note in facts.get("notes") or ()),
+        "## Training\n",
+        training(facts, step),
+        "## Results\n",
+        *(evaluation(set_name, result) for set_name, result in results.items()),
+        *(() if results else ("Not evaluated.\n",)),
+        USE,
+        LIMITS,
+    ]
+    return "\n".join(parts)
+
+
+def training(facts: Mapping[str, Any], step: int) -> str:
+    planned = facts.get("steps")
+    rows = {
+        "Loss": facts.get("loss"),
+        "Parameters": grouped(facts.get("parameters")),
+        "Training pairs": grouped(facts.get("train_samples")),
+        "Global batch": grouped(facts.get("global_batch")),
+        "Steps": grouped(step) + (f" of {grouped(planned)}" if planned not in (None, step) else ""),
+        "Weights": f"averaged, decay {facts['ema']:g}" if facts.get("ema") else None,
+        "Processes": grouped(facts.get("processes")),
+        "Started": facts.get("started"),
+        **{f"Environment: {key}": value for key, value in (facts.get("environment") or {}).items()},
+    }
+    return table(("", ""), [(key, value) for key, value in rows.items() if value not in (None, "")])
+
+
+def evaluation(name: str, result: Result) -> str:
+    shown = [(key, figure(key, value)) for key, value in result.metrics.items()]
+    when = "before training" if result.step == 0 else f"after step {result.step:,}"
+    return f"On {one_line(name)}, {when}:\n\n" + table(("metric", "value"), shown)
+
+
+def figure(name: str, value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return "not a number"
+    if float(value).is_integer() and "recall" not in name and "top" not in name:
+        return grouped(int(value))
+    return f"{100 * value:.2f} %" if 0 <= value <= 1 else f"{value:.4g}"
+
+
+def grouped(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else ""
+
+
+def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join("| " + " | ".join(one_line(cell) for cell in line) + " |\n" for line in lines)
+
+
+def one_line(text: object) -> str:
+    """Text from anywhere as one line of Markdown that means itself: no HTML, no table borders."""
+    flat = " ".join(str(text).split())
+    return escape(re.sub(r"([\\|\[\]*`])", r"\\\1", flat), quote=False)

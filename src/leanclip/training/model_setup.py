@@ -1,0 +1,83 @@
+"""The model of a run as its configuration wants it: what is frozen, recomputed, padded, compiled, recorded."""
+
+import torch
+
+from leanclip.distributed import Ranks
+from leanclip.errors import UserError
+from leanclip.models import ModelConfig, TwoTower, create_model
+from leanclip.models.text_length import text_tower
+from leanclip.runs.config import TrainConfig
+
+COMPILING = 40.0  # seconds that compiling the towers takes, about
+# Seconds that it then saves in a step: of each operation, whose neighbours are fused (ViT-B-32 at batch 2,048 on an
+# H200: 40 ms of 61e12), and of the kernels there are fewer of, which the host launches or a recording does.
+SAVED, LAUNCHED, RECORDED = 6e-16, 0.01, 0.0015
+CAPTION, PATCH = 16, 16  # tokens and pixels, about
+SMALL = 4e12  # operations of the towers in a step: about 10 ms on a fast GPU
+
+
+def build_towers(config: TrainConfig, start: ModelConfig | None = None, *, shapes_only: bool = False) -> TwoTower:
+    """On the CPU, or with `shapes_only` without weights; `start` is the model's part where a run is resumed."""
+    model = create_model(
+        start or config.model,
+        siglip=config.run.loss == "siglip",
+        double=config.run.precision == "fp64",
+        shapes_only=shapes_only,
+    )
+    if config.model.lock_image:
+        model.lock_image(config.model.lock_image_unlocked_groups)
+    if config.model.lock_text:
+        model.lock_text(config.model.lock_text_unlocked_layers)
+    if blocks := config.parallel.grad_checkpointing:
+        model.checkpoint_activations(None if blocks is True else blocks)
+    if config.parallel.pad_text:
+        model.pad_texts()
+    return model
+
+
+def depth(model: TwoTower) -> int | None:
+    """Blocks of the deeper tower, so many can be recomputed; None where it is all or none."""
+    if not model.own_image or model.end_of_text is None:
+        return None
+    return max(len(tower.transformer.resblocks) for tower in (model.clip.visual, text_tower(model.clip)))
+
+
+def compiles(config: TrainConfig, model: TwoTower, ranks: Ranks, device: torch.device, steps: int) -> bool:
+    """Whether the towers are compiled; where the user leaves it open, if that saves more time than it takes."""
+    wanted, batch = config.parallel.compile, config.data.global_batch_size
+    if wanted != "auto" or device.type != "cuda":
+        return wanted == "on"
+    assert batch is not None
+    fewer = RECORDED if records(config, model, ranks, device) else LAUNCHED
+    return steps * (work(model, batch / ranks.size) * SAVED + fewer) > COMPILING
+
+
+def records(config: TrainConfig, model: TwoTower, ranks: Ranks, device: torch.device) -> bool:
+    wanted, batch = config.parallel.graph, config.data.global_batch_size
+    assert batch is not None
+    possible = (
+        device.type == "cuda" and ranks.size == 1 and not config.parallel.fsdp and model.end_of_text is not None
+    )
+    if wanted == "on" and not possible:
+        raise UserError("--graph works on one GPU, with a text tower that runs at true length; leave it out")
+    return possible and (wanted == "on" or (wanted == "auto" and worth_recording(model, batch)))
+
+
+def work(model: TwoTower, batch: float) -> float:
+    """Operations of the towers in a step, about. Of others than open_clip's own transformers little is known: there,
+    each weight is taken to meet as many patches of 16 pixels as an image has, and each of a text tower as many tokens
+    as a caption has."""
+    visual, texts = model.clip.visual, text_tower(model.clip)
+    text_work = CAPTION * sum(p.numel() for p in getattr(texts, "transformer", texts).parameters())
+    if model.own_image:
+        image_work = len(visual.positional_embedding) * sum(p.numel() for p in visual.transformer.parameters())
+    else:
+        size = model.preprocess.size
+        height, width = (size, size) if isinstance(size, int) else size
+        image_work = height * width // PATCH**2 * sum(p.numel() for p in visual.parameters())
+    return 6 * batch * (image_work + text_work)
+
+
+def worth_recording(model: TwoTower, batch: int) -> bool:
+    """Whether launching would take longer than computing. Only what open_clip's own transformers do is known."""
+    return model.own_image and model.end_of_text is not None and work(model, batch) < SMALL
