@@ -1,4 +1,4 @@
-"""The one kind of error that is the user's to mend, and the exit code of a run that is to be started again."""
+"""Errors that the user can fix, and the exit code of a run that was stopped and should be started again."""
 
 import os
 
@@ -6,12 +6,22 @@ STOPPED = 75  # EX_TEMPFAIL
 
 
 def stopped_code() -> int:
-    """Of a run that was told to end. 0 under a torchrun that would take another for a failure and start it again."""
+    """The exit code of a stopped run: 0 under a torchrun that restarts on failure, which would restart it otherwise."""
     return 0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 else STOPPED
 
 
 class UserError(Exception):
-    """A mistake in what was asked for: the message names the cause and the remedy, on one line."""
+    """A mistake in the input. The one-line message names the cause and the remedy; `code` is stable (`data.not_found`)."""
 
-    told = False  # whether another process shows it already
+    shown = False  # another process prints it already
     exit_code = 2
+
+    def __init__(self, message: str, *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def first_line(error: BaseException, *, limit: int = 160) -> str:
+    """The type of an error and the first line of its message, for a message of ours."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:limit]}" if lines else type(error).__name__

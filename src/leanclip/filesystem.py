@@ -1,8 +1,37 @@
-"""One directory in the place of another: whatever happens in the middle, the old or the new one is there whole."""
+"""Atomic writes of files and directories: a reader sees the old version or the new one, whatever happens between."""
 
+import contextlib
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def atomic_path(final: Path) -> Iterator[Path]:
+    """A temporary path beside `final`, which is moved to it when the block succeeds and removed when it fails."""
+    handle, name = tempfile.mkstemp(dir=final.parent, prefix=f".{final.name}.")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        sync(temporary)
+        temporary.chmod(0o666 & ~_umask())  # mkstemp's files are private
+        temporary.replace(final)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def replace_directory(temporary: Path, final: Path) -> None:

@@ -162,7 +162,7 @@ class Checkpoints:
         if not isinstance(error, SaveError):
             raise error
         stop = UserError(f"checkpoint {self._newest.name} was not saved ({error})")
-        stop.told = not self.first
+        stop.shown = not self.first
         raise stop
 
     def finish_last(self) -> Path:

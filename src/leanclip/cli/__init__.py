@@ -34,8 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
         finally:
             sys.stdout.flush()  # now, not at the very end, where nobody could take a broken pipe for what it is
     except UserError as error:
-        if not error.told:
-            print(f"leanclip: {_rank()}{error}", file=sys.stderr)
+        if not error.shown:
+            print(f"leanclip: {_rank()}{error}" + (f" [{error.code}]" if error.code else ""), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         training = arguments[:1] == ["train"]

@@ -19,13 +19,13 @@ from leanclip.config import load_toml, override, save_toml
 from leanclip.device import device_of
 from leanclip.distributed import PROGRESS, Ranks, device_for, joined, launch_id, launched, restarted
 from leanclip.errors import UserError
+from leanclip.filesystem import write_atomically
 from leanclip.losses import LossConfig
 from leanclip.planning.profile import profile, summary
 from leanclip.recipes import load_recipe
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.runs.config import RunConfig
 from leanclip.runs.defaults import default_name
-from leanclip.runs.run_directory import write_atomically
 from leanclip.runs.stopping import Stopping, exit_code
 from leanclip.training import Job, describe, set_up, train
 from leanclip.training.preview import preview

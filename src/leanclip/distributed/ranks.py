@@ -117,7 +117,7 @@ class Ranks:
         PROGRESS()
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
-            outcome[1].told = not self.first
+            outcome[1].shown = not self.first
             raise outcome[1]
         return outcome[0]
 

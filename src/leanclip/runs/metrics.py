@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leanclip.filesystem import write_atomically
 from leanclip.runs.histograms import Histogram
-from leanclip.runs.run_directory import write_atomically
 from leanclip.runs.trackers import Tracker
 
 

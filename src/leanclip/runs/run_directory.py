@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from leanclip.errors import UserError
+from leanclip.filesystem import write_atomically
 
 CARD_FILE = "README.md"
 LOCK_FILE = ".lock"
@@ -203,13 +204,3 @@ def environment(device: torch.device) -> dict[str, str]:
     if device.type == "cuda" and torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found | {library: version(library) for library in LIBRARIES} | {"system": platform.platform()}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

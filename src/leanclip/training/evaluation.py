@@ -7,8 +7,9 @@ from pathlib import Path
 
 from leanclip.data import Subset
 from leanclip.evaluation import classify, embed, hardest_negatives, retrieval_metrics, retrieval_panel, summary
+from leanclip.filesystem import write_atomically
 from leanclip.runs.metrics import MetricsLog, finite
-from leanclip.runs.run_directory import RunDirectory, write_atomically
+from leanclip.runs.run_directory import RunDirectory
 from leanclip.training.setup import Job
 
 MANY_SAMPLES = 2000  # decoded in a few seconds

@@ -228,7 +228,7 @@ class _Trainer:
                 for entry in everyones:
                     self.broken.add(*entry)
         except UserError as error:
-            error.told = not self.job.ranks.first
+            error.shown = not self.job.ranks.first
             raise
 
     def take_step(self, batch: Batch) -> StepResult:
@@ -328,7 +328,7 @@ class _Trainer:
             f"stopped at step {self.step}: loss or gradient was not finite {self.bad_steps.limit} times in a row,"
             f" {again}; {path} says where: {advice(found)}"
         )
-        error.told = not job.ranks.first
+        error.shown = not job.ranks.first
         raise error
 
     def tell_traffic(self) -> None:

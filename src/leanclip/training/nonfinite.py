@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from leanclip.data import Batch
 from leanclip.errors import UserError
-from leanclip.runs.run_directory import write_atomically
+from leanclip.filesystem import write_atomically
 from leanclip.training.step_context import Pieces
 
 Verdict = Literal["go on", "reload", "stop"]

@@ -108,7 +108,7 @@ def _agree(config: TrainConfig, data: Datasets) -> None:
         for what in mine:
             if theirs[what] != everyones[0][what]:
                 error = UserError(f"rank {rank} has other {what} than rank 0: give all the same, in the same order")
-                error.told = not ranks.first
+                error.shown = not ranks.first
                 raise error
 
 
