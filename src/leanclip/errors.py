@@ -6,12 +6,12 @@ STOPPED = 75  # EX_TEMPFAIL
 
 
 def stopped_code() -> int:
-    """The exit code of a stopped run: 0 under a torchrun that restarts on failure, which would restart it otherwise."""
+    """Of a stopped run. 0 under a torchrun with restarts left, which would take another code for a failure."""
     return 0 if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 else STOPPED
 
 
 class UserError(Exception):
-    """A mistake in the input. The one-line message names the cause and the remedy; `code` is stable (`data.not_found`)."""
+    """A mistake in the input: a one-line message with cause and remedy, and a stable code (`data.not_found`)."""
 
     shown = False  # another process prints it already
     exit_code = 2
