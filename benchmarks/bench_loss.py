@@ -288,9 +288,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plot", action="store_true", help="draw the results to loss.svg beside them")
     args = parser.parse_args(arguments)
     if args.plot:
-        from plot_loss import draw
+        from plots import draw_loss
 
-        draw(args.output)
+        print(f"wrote {draw_loss(args.output)}")
         return 0
     if args.quick:
         args.batches, args.dims, args.repeats = [256, 1024], [64], 3

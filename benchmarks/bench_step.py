@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
-import plot_step
 import torch
 
 import leanclip
@@ -293,7 +292,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.plot:
-        print(f"wrote {plot_step.draw(arguments.output)}")
+        from plots import draw_step
+
+        print(f"wrote {draw_step(arguments.output)}")
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = [case for case in CASES if case.name in arguments.case]
