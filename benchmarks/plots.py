@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 STYLE = Path(__file__).with_name("plots.mplstyle")
 FLOOR = "arithmetic floor"
@@ -57,7 +58,7 @@ def draw_step(path: Path) -> Path:
         return _save(figure, path)
 
 
-def _save(figure: plt.Figure, path: Path) -> Path:
+def _save(figure: Figure, path: Path) -> Path:
     target = path.with_suffix(".svg")
     figure.savefig(target, metadata={"Date": None})
     plt.close(figure)
