@@ -1,5 +1,6 @@
-"""A bar for what takes longer than a few seconds."""
+"""Progress of long work: a bar on the terminal, and a count that shows other processes that this one is active."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -15,11 +16,33 @@ from rich.progress import (
 )
 
 
+class Activity:
+    """Progress of the main thread: the collectives that it began and the steps that it finished.
+
+    All ranks count the same events in the same order, so the others wait for the rank with the lowest count.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.ticks, self.changed_at = 0, 0, time.monotonic()
+
+    def advance(self) -> None:
+        self.count += 1
+        self.changed_at = time.monotonic()
+
+    def still_working(self) -> None:
+        """Called during an operation that takes long, such as reading a slow disk, so that it does not time out."""
+        self.ticks += 1
+        self.changed_at = time.monotonic()
+
+
+ACTIVITY = Activity()  # of this process
+
+
 @contextmanager
 def progress_bar(
     title: str, total: int, *, shown: bool = True, unit: Literal["samples", "bytes"] = "samples"
 ) -> Iterator[Callable[[int], None]]:
-    """Gives the function to tell how much more is done. Nothing is drawn outside a terminal."""
+    """Yields the function that advances the bar. Nothing is drawn outside a terminal."""
     console = Console(stderr=True)
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), count, TimeRemainingColumn(compact=True))

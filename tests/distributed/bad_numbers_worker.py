@@ -14,7 +14,7 @@ from leanclip.cli.train import prepare
 from leanclip.config import override
 from leanclip.data import TrainingLoader
 from leanclip.data.datasets import BUNDLED
-from leanclip.distributed import whole
+from leanclip.distributed import full_tensor
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.runs.config import ParallelConfig
 from leanclip.runs.stopping import Stopping
@@ -38,7 +38,7 @@ def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, stop_at=None,
     config = override(TrainConfig(parallel=ParallelConfig(fsdp=fsdp)), values | settings, "test")
     job = set_up(config)
     directory = RunDirectory(Path(job.config.run.logs) / "run")
-    job.ranks.once(lambda: prepare(job, directory))
+    job.ranks.broadcast_from_first(lambda: prepare(job, directory))
     seen = dict.fromkeys(bad, 0)
     honest = TrainingLoader.epoch
 
@@ -59,7 +59,7 @@ def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, stop_at=None,
         if job.ema is not None:
             named |= {f"ema {name}": value for name, value in job.ema.averages.items()}
             named["ema updates"] = torch.tensor(job.ema.updates)
-        return {name: whole(value).clone() for name, value in named.items()}
+        return {name: full_tensor(value).clone() for name, value in named.items()}
 
     history = [tensors()]
     said = (0, "")

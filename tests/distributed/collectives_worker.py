@@ -8,7 +8,7 @@ from training_worker import BATCH, SAMPLES, batch, small_vit
 
 import leanclip
 from leanclip.data import Batch
-from leanclip.distributed import LEDGER, replicated
+from leanclip.distributed import TRAFFIC_COUNTER, wrap_ddp
 from leanclip.training.step import training_step
 from leanclip.training.step_context import Pieces
 
@@ -29,7 +29,7 @@ def one_step(name, ranks, folder):
     model = small_vit(folder)
     loss = leanclip.create_loss(name, num_samples=SAMPLES if name.startswith("fast") else None, tau=0.1)
     loss.set_epoch(0, 1)
-    towers = replicated(model, ranks, torch.device("cpu"))
+    towers = wrap_ddp(model, ranks, torch.device("cpu"))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD([*trained, *loss.parameters()], lr=0.1)
     pieces = Pieces(towers=towers, loss=loss, optimizer=optimizer, batch=BATCH - 1)
@@ -50,7 +50,7 @@ def large_batch(name, ranks):
     loss = leanclip.create_loss(name, num_samples=LARGE if name.startswith("fast") else None)
     loss.set_epoch(0, 1)
     Spy.seen.clear()
-    LEDGER.clear()
+    TRAFFIC_COUNTER.clear()
     with torch.no_grad():
         loss(image, text, ids)
-    return {"large": list(Spy.seen), "ledger": {key: tuple(entry) for key, entry in LEDGER.entries.items()}}
+    return {"large": list(Spy.seen), "ledger": {key: tuple(entry) for key, entry in TRAFFIC_COUNTER.volumes.items()}}

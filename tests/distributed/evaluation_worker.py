@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from leanclip.data import DataConfig, Subset, open_source
-from leanclip.distributed import sharded
+from leanclip.distributed import wrap_fsdp
 from leanclip.evaluation import ClassifierCache, classify, embed, open_labelled, prompts_for, retrieval_metrics
 from leanclip.models import ModelConfig, create_model
 
@@ -27,7 +27,7 @@ def evaluated(ranks, folder, count, wrap, dtype):
     model = create_model(ModelConfig(model=str(config))).to(getattr(torch, dtype))
     device = torch.device("cpu")
     if wrap == "fsdp" and ranks.size > 1:
-        sharded(model, ranks, device, methods=("encode_image", "encode_text"))
+        wrap_fsdp(model, ranks, device, methods=("encode_image", "encode_text"))
     source = open_source(str(folder / "captions.tar"), DataConfig())
     data = Subset(source, torch.arange(len(source)).numpy()[:count])
     embedded = embed(model, data, device=device, autocast=contextlib.nullcontext(), batch=4)

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import normalize
 
 import leanclip
-from leanclip.distributed import whole
+from leanclip.distributed import full_tensor
 
 SAMPLES, BATCH, DIM, STEPS = 40, 11, 6, 3
 CASES = [(name, {}) for name in leanclip.LOSSES]
@@ -37,7 +37,7 @@ def run(name, hyper, ranks, total=BATCH):
         output.loss.backward()
         found = {"loss": output.loss.detach(), "image": image.grad, "text": text.grad}
     found |= {f"grad {key}": parameter.grad for key, parameter in loss.named_parameters()}
-    return found | {f"state {key}": whole(value) for key, value in loss.state_dict().items()}
+    return found | {f"state {key}": full_tensor(value) for key, value in loss.state_dict().items()}
 
 
 def run_all(ranks, folder):

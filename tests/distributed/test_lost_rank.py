@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from leanclip.distributed import LOST
+from leanclip.distributed import LOST_RANK_EXIT
 
 TIMEOUT = 6
 COMMAND = [
@@ -96,7 +96,7 @@ def test_the_others_stop_and_name_it(some_ranks, what, victim):
     assert wait_for(lambda: all(ranks[rank].poll() is not None for rank in others), TIMEOUT + 40)
     for rank in others:
         text = output(folder, rank)
-        assert ranks[rank].returncode == LOST, text[-2000:]
+        assert ranks[rank].returncode == LOST_RANK_EXIT, text[-2000:]
         assert f"rank {rank} stops" in text
         assert f"rank {victim}" in text.partition("stops")[2].splitlines()[0], text[-2000:]
         assert wait_for(lambda rank=rank: not processes_of(ranks[rank].pid), 15), "orphans"
@@ -124,7 +124,7 @@ def test_a_rank_whose_main_thread_hangs_is_named(tmp_path):
     assert wait_for(lambda: "hangs" in output(tmp_path, 1), 120), output(tmp_path, 1)
     assert wait_for(lambda: ranks[0].poll() is not None, 4 * TIMEOUT + 40)
     text = output(tmp_path, 0)
-    assert ranks[0].returncode == LOST, text[-2000:]
+    assert ranks[0].returncode == LOST_RANK_EXIT, text[-2000:]
     assert "rank 0 stops: rank 1 (" in text and "hangs" in text
     assert wait_for(lambda: ranks[1].poll() is not None, 4 * TIMEOUT + 40)
-    assert ranks[1].returncode == LOST, output(tmp_path, 1)[-2000:]
+    assert ranks[1].returncode == LOST_RANK_EXIT, output(tmp_path, 1)[-2000:]

@@ -9,7 +9,7 @@ import torch
 
 import leanclip
 from leanclip.data import Batch
-from leanclip.distributed import replicated, sharded, whole
+from leanclip.distributed import full_tensor, wrap_ddp, wrap_fsdp
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer
 from leanclip.training.step import training_step
@@ -70,9 +70,9 @@ def run(case, ranks, folder):
     loss = leanclip.create_loss(case.loss, num_samples=SAMPLES if stateful else None, tau=0.1).to(dtype)
     device = torch.device("cpu")
     if case.wrap == "fsdp" and ranks.group is not None:
-        towers = sharded(model, ranks, device, methods=("encode_image", "encode_text"))
+        towers = wrap_fsdp(model, ranks, device, methods=("encode_image", "encode_text"))
     else:
-        towers = replicated(model, ranks, device)
+        towers = wrap_ddp(model, ranks, device)
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": 0.3}]
     groups += [{"params": group["params"], "lr": 0.05} for group in loss.param_groups()]
     if case.extra in ("adamw", "lamb"):
@@ -87,7 +87,7 @@ def run(case, ranks, folder):
     def remember(*_):
         for name, parameter in named:
             if parameter.grad is not None:
-                seen[f"step {step} gradient of {name}"] = whole(parameter.grad).clone()
+                seen[f"step {step} gradient of {name}"] = full_tensor(parameter.grad).clone()
 
     optimizer.register_step_pre_hook(remember)
     pieces = Pieces(
@@ -107,8 +107,8 @@ def run(case, ranks, folder):
         result = training_step(pieces, Batch(images=images, tokens=tokens, sample_ids=ids))
         assert not result.skipped
         seen[f"step {step} loss"], seen[f"step {step} norm"] = result.loss, result.grad_norm
-    seen |= {f"weight {name}": whole(value).clone() for name, value in model.state_dict().items()}
-    return seen | {f"state {name}": whole(value).clone() for name, value in loss.state_dict().items()}
+    seen |= {f"weight {name}": full_tensor(value).clone() for name, value in model.state_dict().items()}
+    return seen | {f"state {name}": full_tensor(value).clone() for name, value in loss.state_dict().items()}
 
 
 def run_all(ranks, folder, cases):

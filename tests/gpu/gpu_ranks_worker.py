@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import normalize
 
 import leanclip
-from leanclip.distributed import whole
+from leanclip.distributed import full_tensor
 
 NAMES = ("infonce", "fastclip-v2", "fastclip-v3")
 SAMPLES, BATCH, DIM = 1000, 517, 192
@@ -33,5 +33,5 @@ def run(name, dtype, ranks):
         output.loss.backward()
         found = {"loss": output.loss.detach(), "image": image.grad, "text": text.grad}
     found |= {f"gradient of {key}": parameter.grad for key, parameter in loss.named_parameters()}
-    found |= {f"state {key}": whole(value) for key, value in loss.state_dict().items()}
+    found |= {f"state {key}": full_tensor(value) for key, value in loss.state_dict().items()}
     return {key: value.double().cpu() for key, value in found.items() if value is not None}

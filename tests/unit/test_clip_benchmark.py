@@ -10,10 +10,10 @@ import pytest
 from evaluation_sets import emoji, write_captions, write_classes
 
 from leanclip.cli import main
-from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
 from leanclip.evaluation import clip_benchmark as suite
 from leanclip.evaluation.clip_benchmark import suite_sets
+from leanclip.progress import ACTIVITY
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("clip_benchmark") is None, reason="clip_benchmark is not installed"
@@ -68,10 +68,10 @@ def test_what_its_data_may_be(tmp_path):
 
 def test_as_long_as_it_runs_this_process_is_at_work(monkeypatch):
     monkeypatch.setattr(suite, "LOOK", 0.05)
-    before = PROGRESS.worked
+    before = ACTIVITY.ticks
     code = "import sys, time; time.sleep(0.5); print('why', file=sys.stderr); sys.exit(4)"
     done = suite._run([sys.executable, "-c", code], stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (4, "why\n") and PROGRESS.worked >= before + 5
+    assert (done.returncode, done.stderr) == (4, "why\n") and ACTIVITY.ticks >= before + 5
 
 
 def test_it_does_not_outlive_an_interruption(monkeypatch):
@@ -79,7 +79,7 @@ def test_it_does_not_outlive_an_interruption(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(suite, "LOOK", 0.05)
-    monkeypatch.setattr(PROGRESS, "still_at_it", interrupted)
+    monkeypatch.setattr(ACTIVITY, "still_at_it", interrupted)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         suite._run([sys.executable, "-c", "import time; time.sleep(60)"])

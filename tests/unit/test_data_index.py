@@ -23,8 +23,8 @@ from leanclip.data.files import expand, stat_all
 from leanclip.data.index import FILE, open_index
 from leanclip.data.source import BrokenSample, Part
 from leanclip.data.tar import IMAGE, TXT, scan
-from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
+from leanclip.progress import ACTIVITY
 
 
 @pytest.fixture(autouse=True)
@@ -269,9 +269,9 @@ def test_every_scanned_shard_is_a_sign_of_work(tmp_path):
     for number in range(3):
         write_shard(tmp_path / f"{number}.tar", sound(1, start=number))
     files = stat_all(expand(str(tmp_path)), "")
-    before = PROGRESS.worked
+    before = ACTIVITY.ticks
     open_index(files)
-    assert PROGRESS.worked >= before + 3
+    assert ACTIVITY.ticks >= before + 3
 
 
 def test_who_waits_for_a_scan_is_at_work_as_long_as_the_scan_is(tmp_path, monkeypatch):
@@ -284,18 +284,18 @@ def test_who_waits_for_a_scan_is_at_work_as_long_as_the_scan_is(tmp_path, monkey
 
     def worked_since(count):
         deadline = time.monotonic() + 10
-        while PROGRESS.worked == count and time.monotonic() < deadline:
+        while ACTIVITY.ticks == count and time.monotonic() < deadline:
             time.sleep(0.01)
-        return PROGRESS.worked > count
+        return ACTIVITY.ticks > count
 
-    before, waiting = PROGRESS.worked, threading.Thread(target=wait)
+    before, waiting = ACTIVITY.ticks, threading.Thread(target=wait)
     with index._lock(place, "here"):
         waiting.start()
         assert worked_since(before)
         for _ in range(2):
-            before = PROGRESS.worked
+            before = ACTIVITY.ticks
             time.sleep(0.1)
-            assert PROGRESS.worked == before  # who scans stands still: it may hang
+            assert ACTIVITY.ticks == before  # who scans stands still: it may hang
             index._Saving(place)({})
             assert worked_since(before)
         assert not looks

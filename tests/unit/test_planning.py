@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanclip.data import DataConfig
-from leanclip.distributed import Ranks, traffic
+from leanclip.distributed import Ranks, compare_traffic
 from leanclip.errors import UserError
 from leanclip.losses import LOSSES, create_loss
 from leanclip.models import ModelConfig, create_model
@@ -137,7 +137,7 @@ def test_micro_batches_that_are_charged_count_as_if_traced(parts, monkeypatch, s
     work = [sum(k.flops * n for k, n in found.kernels.items()) for found in (short, whole)]
     assert work[0] == pytest.approx(work[1], rel=0.06)  # where they are not alike, the second stands for the rest
     assert short.peak == pytest.approx(whole.peak, rel=0.001)
-    assert short.sent.entries == whole.sent.entries
+    assert short.sent.volumes == whole.sent.volumes
 
 
 def test_many_micro_batches_take_no_longer_than_few(monkeypatch, small_model):
@@ -173,7 +173,7 @@ def test_parts_of_the_memory_are_what_they_must_be():
 def test_every_loss_can_be_traced(loss):
     found = predict_step(config_of(batch=32, loss=loss), samples=1000, ranks=2)
     assert found.peak > 0 and any(kernel.phase == "loss" for kernel in found.kernels)
-    assert found.sent.of_loss().bytes >= 2 * 32 * 128 * 2  # everybody's embeddings
+    assert found.sent.loss_total().bytes >= 2 * 32 * 128 * 2  # everybody's embeddings
 
 
 def test_every_precision_can_be_traced(small_model):
@@ -463,8 +463,8 @@ def test_the_host_can_be_the_slower_one():
 def test_traffic_of_a_traced_step_is_that_of_the_ledger():
     """2 B d embeddings in 16 bits, and numbers that are few beside them."""
     found = predict_step(config_of(batch=1024, loss="infonce"), samples=1000, ranks=4)
-    assert found.sent.entries["embeddings"].bytes == 2 * 1024 * 128 * 2
-    sent = traffic(found.sent, ranks=4)
+    assert found.sent.volumes["embeddings"].bytes == 2 * 1024 * 128 * 2
+    sent = compare_traffic(found.sent, ranks=4)
     assert sent.openclip < sent.disco_clip and sent.leanclip < sent.openclip
 
 

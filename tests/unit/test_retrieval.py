@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from leanclip.data import DataConfig, open_datasets
-from leanclip.distributed import PROGRESS
 from leanclip.evaluation import embed, retrieval_metrics
 from leanclip.evaluation.retrieval import places
 from leanclip.inference import find_model, load_model
+from leanclip.progress import ACTIVITY
 
 
 def plain_recalls(images, texts, owner):
@@ -67,12 +67,12 @@ def test_every_batch_and_tile_is_a_sign_of_work(small_run):
     assert data is not None
     data = replace(data, ids=data.ids[:20])
     model, cpu = load_model(find_model(small_run)), torch.device("cpu")
-    before = PROGRESS.worked
+    before = ACTIVITY.ticks
     embedded = embed(model, data, device=cpu, autocast=contextlib.nullcontext(), batch=4)
-    assert PROGRESS.worked >= before + 5 + 5  # images and texts
-    before = PROGRESS.worked
+    assert ACTIVITY.ticks >= before + 5 + 5  # images and texts
+    before = ACTIVITY.ticks
     places(embedded.images, embedded.texts, embedded.image_of_text, tile=5)
-    assert PROGRESS.worked == before + 4 + 16  # the right pairs, and all
+    assert ACTIVITY.ticks == before + 4 + 16  # the right pairs, and all
 
 
 @pytest.mark.parametrize("tile", [7, None])

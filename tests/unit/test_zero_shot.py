@@ -11,7 +11,6 @@ from evaluation_sets import TEMPLATES, emoji, write_classes
 from shard_files import picture, write_shard
 
 import leanclip
-from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
 from leanclip.evaluation import (
     Classified,
@@ -26,6 +25,7 @@ from leanclip.evaluation import (
 from leanclip.evaluation.zero_shot import _answers
 from leanclip.inference import find_model, load_model
 from leanclip.models import imagenet_classnames
+from leanclip.progress import ACTIVITY
 
 CPU = torch.device("cpu")
 
@@ -79,12 +79,12 @@ def test_figures_equal_a_plain_computation(small_run, tmp_path, batch):
 def test_every_batch_is_a_sign_of_work(small_run, tmp_path):
     """Else the watch over the ranks would take a long evaluation for a hang."""
     groups = write_classes(tmp_path / "groups", emoji(20))
-    before = PROGRESS.worked
+    before = ACTIVITY.ticks
     labelled = open_labelled(str(tmp_path / "groups"))
-    assert PROGRESS.worked >= before + 2  # shards
-    before = PROGRESS.worked
+    assert ACTIVITY.ticks >= before + 2  # shards
+    before = ACTIVITY.ticks
     classified(load_model(find_model(small_run)), labelled, batch=4)
-    assert PROGRESS.worked == before + 5 + -(-len(groups) * len(TEMPLATES) // 4)  # images and prompts
+    assert ACTIVITY.ticks == before + 5 + -(-len(groups) * len(TEMPLATES) // 4)  # images and prompts
 
 
 def test_metrics_of_a_confusion():

@@ -35,10 +35,11 @@ from leanclip.checkpointing.storage import (
     write_safetensors,
     write_tensors,
 )
-from leanclip.distributed import PROGRESS, Ranks
+from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.filesystem import put_back, remove, replace_directory, sync
 from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, with_temperature
+from leanclip.progress import ACTIVITY
 
 FORMAT = 1
 STATE_FILE = "state.json"
@@ -153,7 +154,7 @@ class Checkpoints:
         patience = time.monotonic() + PATIENCE
         while not writing.done() and time.monotonic() < patience:
             wait([writing], 1.0)
-            PROGRESS.still_at_it()
+            ACTIVITY.still_working()
         error = writing.exception()
         if self._of_best:
             self.best_lost = error is not None

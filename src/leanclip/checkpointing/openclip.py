@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from leanclip.distributed import split_like
+from leanclip.distributed import shard_like
 from leanclip.errors import UserError
 from leanclip.losses import ContrastiveLoss
 from leanclip.models import TwoTower, read_torch_file
@@ -100,7 +100,7 @@ def _split_over_ranks(state: dict[str, Any], optimizer: Optimizer) -> dict[str, 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     split = {
         number: {
-            name: split_like(value, parameters[number]) if isinstance(value, Tensor) else value
+            name: shard_like(value, parameters[number]) if isinstance(value, Tensor) else value
             for name, value in values.items()
         }
         for number, values in state["state"].items()

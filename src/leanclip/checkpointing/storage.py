@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
 from leanclip.filesystem import sync
+from leanclip.progress import ACTIVITY
 
 HASHES_FILE = "hashes.json"
 DTYPES = {
@@ -218,7 +218,7 @@ def _hash(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         while part := file.read(1 << 22):
             digest.update(part)
-            PROGRESS.still_at_it()
+            ACTIVITY.still_working()
     return digest.hexdigest()
 
 

@@ -14,7 +14,7 @@ from leanclip.cli.parse import Positional, arg, parse
 from leanclip.config import load_toml, override
 from leanclip.data import Subset, load_manifest, open_validation
 from leanclip.device import autocast_of, device_of
-from leanclip.distributed import Ranks, device_for, joined, launched
+from leanclip.distributed import Ranks, detect_launch, device_for, process_group
 from leanclip.errors import UserError
 from leanclip.evaluation import (
     ClassifierCache,
@@ -133,9 +133,9 @@ def run(arguments: list[str]) -> None:
     for path in (command.json, command.csv):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise UserError(f"cannot write {path}: there is no folder {Path(path).parent}")
-    launch = launched()
+    launch = detect_launch()
     command = replace(command, device=device_for(launch, command.device))
-    with joined(launch, device_of(command.device), timeout=TIMEOUT):
+    with process_group(launch, device_of(command.device), timeout=TIMEOUT):
         console = Console(soft_wrap=True, highlight=False, markup=False, quiet=not Ranks.current().first)
         if not console.is_terminal:
             console.width = WIDTH

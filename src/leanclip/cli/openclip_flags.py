@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from leanclip.distributed import launched
+from leanclip.distributed import detect_launch
 from leanclip.errors import UserError
 from leanclip.losses import LOSSES
 from leanclip.losses.registry import spec_of
@@ -150,7 +150,7 @@ def _dataset_resampled(line: Line) -> None:
     del line.given["dataset-resampled"]
     text = "is not needed: every epoch visits every sample once, in another order"
     count, epochs = line.number("train-num-samples", 0), line.number("epochs", TrainConfig().run.epochs)
-    batch = line.number("batch-size", 0) * line.number("accum-freq", 1) * launched().size
+    batch = line.number("batch-size", 0) * line.number("accum-freq", 1) * detect_launch().size
     if count and batch and "max-steps" not in line.given:
         steps = epochs * max(1, count // batch)
         line.given["max-steps"] = [str(steps)]

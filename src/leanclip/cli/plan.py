@@ -11,7 +11,7 @@ from rich.table import Table
 
 from leanclip.cli.parse import parse
 from leanclip.cli.train import settings_below
-from leanclip.distributed import traffic
+from leanclip.distributed import compare_traffic
 from leanclip.errors import UserError
 from leanclip.losses import loss_from_config
 from leanclip.losses.registry import spec_of
@@ -214,7 +214,7 @@ def lines(option: Option, card: Card, network: str, samples: int) -> list[str]:
         f" {duration(seconds * option.ranks, of='GPU ')}",
     ]
     if option.ranks > 1:
-        loss = traffic(sent, ranks=option.ranks).leanclip
+        loss = compare_traffic(sent, ranks=option.ranks).leanclip
         gradients = 2 * option.predicted.trained_bytes * (option.ranks - 1) / option.ranks
         found.append(
             f"communication: {loss / 1e6:,.1f} MB for the loss and {gradients / 1e6:,.0f} MB of gradients received by"
@@ -249,7 +249,7 @@ def comparison(option: Option, samples: int) -> Table:
     config, ranks = option.config, option.ranks
     assert config.model.model is not None
     asked = {"batch": batch_of(config), "ranks": ranks, "dim": model_config_of(config.model.model)[1]["embed_dim"]}
-    sent = traffic(option.predicted.sent, ranks=ranks)
+    sent = compare_traffic(option.predicted.sent, ranks=ranks)
     own = loss_memory(lambda: loss_from_config(config.run.loss, config.loss, num_samples=samples), **asked)
     local = loss_memory(lambda: RivalLoss(divided=True), **asked)
     whole = loss_memory(lambda: RivalLoss(divided=False), **asked)

@@ -17,11 +17,12 @@ from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.parse import parse
 from leanclip.config import load_toml, override, save_toml
 from leanclip.device import device_of
-from leanclip.distributed import PROGRESS, Ranks, device_for, joined, launch_id, launched, restarted
+from leanclip.distributed import Ranks, detect_launch, device_for, launch_id, process_group, was_restarted
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically
 from leanclip.losses import LossConfig
 from leanclip.planning.profile import profile, summary
+from leanclip.progress import ACTIVITY
 from leanclip.recipes import load_recipe
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.runs.config import RunConfig
@@ -63,7 +64,7 @@ def run(arguments: list[str]) -> None:
     began = time.monotonic()
     arguments, notes = from_openclip(arguments)
     command = parse_command(arguments)
-    launch = launched()
+    launch = detect_launch()
     for note in notes if launch.rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
     if command.recipe == "list":
@@ -75,12 +76,14 @@ def run(arguments: list[str]) -> None:
     settings = command.settings
     settings = replace(settings, run=replace(settings.run, device=device_for(launch, settings.run.device)))
     device, timeout = device_of(settings.run.device), settings.parallel.dist_timeout
-    with joined(launch, device, timeout=timeout, always=settings.parallel.fsdp) as watch:
-        if restarted():
-            settings = replace(settings, run=Ranks.current().once(lambda: going_on(settings).run))
-        stop = Stopping(watch.store, hours=settings.run.max_hours, began=began)
+    with process_group(launch, device, timeout=timeout, always=settings.parallel.fsdp) as heartbeat:
+        if was_restarted():
+            settings = replace(settings, run=Ranks.current().broadcast_from_first(lambda: going_on(settings).run))
+        stop = Stopping(heartbeat.store, hours=settings.run.max_hours, began=began)
         with stop.listening():
-            stopped = start(settings, dry_run=command.dry_run, profiled=command.profile, alive=PROGRESS, stop=stop)
+            stopped = start(
+                settings, dry_run=command.dry_run, profiled=command.profile, alive=ACTIVITY.advance, stop=stop
+            )
     if stopped:
         sys.exit(exit_code(stopped))
 
@@ -104,19 +107,21 @@ def start(
     """This process's part of a run: the first one speaks and writes. Says why it was stopped, if it was."""
     with contextlib.ExitStack() as held:
         # Before it is looked at what there is to go on from: the run that writes it may be about to end.
-        known = not dry_run and not profiled and Ranks.current().once(lambda: hold(settings.run, held))
+        known = (
+            not dry_run and not profiled and Ranks.current().broadcast_from_first(lambda: hold(settings.run, held))
+        )
         job = set_up(settings, kernels=not dry_run)
         assert job.config.run.name is not None
         console = Console(soft_wrap=True, highlight=False, quiet=not job.ranks.first)
         directory = RunDirectory(Path(job.config.run.logs) / job.config.run.name)
         if dry_run:
-            job.ranks.once(lambda: preview(job, directory, console))
+            job.ranks.broadcast_from_first(lambda: preview(job, directory, console))
             return None
         if profiled:
             found = profile(job)
             console.print(found.table(), *summary(found, job), sep="\n")
             return None
-        job.ranks.once(lambda: prepared(job, directory, None if known else held))
+        job.ranks.broadcast_from_first(lambda: prepared(job, directory, None if known else held))
         announce(job, console)
         last, stopped = train(job, directory, console, alive, stop)
     if stopped:

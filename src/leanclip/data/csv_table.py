@@ -12,9 +12,8 @@ from leanclip.data.file_source import Packable, file_identity, read_image, whole
 from leanclip.data.files import OpenFiles, stat_all
 from leanclip.data.shards import Manifest
 from leanclip.data.source import BrokenSample
-from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
-from leanclip.progress import progress_bar
+from leanclip.progress import ACTIVITY, progress_bar
 
 SEPARATORS = ("\t", ",", ";", "|")
 SPOKEN_SEPARATORS = {"\\t": "\t", "tab": "\t", "comma": ","}
@@ -159,7 +158,7 @@ def _scan(path: Path, start: int, separator: str, progress: Callable[[int], None
                 checksum = zlib.crc32(line, checksum)
                 if position - reported >= REPORT_EVERY:
                     progress(position - reported)
-                    PROGRESS.still_at_it()
+                    ACTIVITY.still_working()
                     reported = position
                 yield _plain(line.decode("latin-1"))
         if begin < position:

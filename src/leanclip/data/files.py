@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import braceexpand
 import fsspec
 
-from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
+from leanclip.progress import ACTIVITY
 
 OPEN_FILES = 256  # per process; a data set may have more shards than a process may open files
 STAMPS = ("mtime", "LastModified", "last_modified", "ETag", "etag", "updated", "created")
@@ -63,7 +63,7 @@ def stat_all(paths: list[str], pattern: str) -> list[FileStat]:
             raise UserError(f"no such file or folder: {path}{origin}") from error
         except OSError as error:
             raise UserError(f"cannot read {path} ({_reason(error)})") from error
-        PROGRESS.still_at_it()
+        ACTIVITY.still_working()
     return found
 
 

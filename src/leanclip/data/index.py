@@ -28,9 +28,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from leanclip.data.files import FileStat, OpenFiles, is_remote
 from leanclip.data.tar import COLUMNS, compression_of, scan
-from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
 from leanclip.filesystem import cache_directory
+from leanclip.progress import ACTIVITY
 
 FILE = ".leanclip-index"
 MAGIC = b"leanclip index 1\n"
@@ -159,7 +159,7 @@ def _wait_for(file: IO[str]) -> None:
     while not _locked(file):
         if (now := os.fstat(file.fileno()).st_mtime_ns) != touched:
             touched = now
-            PROGRESS.still_at_it()
+            ACTIVITY.still_working()
         time.sleep(LOOK)
 
 
@@ -200,7 +200,7 @@ def _scan_one(file: FileStat) -> Indexed:
 
     def read(offset: int, length: int) -> bytes:
         content = reader.read(file, offset, length)
-        PROGRESS.still_at_it()  # here, for on a slow disk a single shard takes long
+        ACTIVITY.still_working()  # here, for on a slow disk a single shard takes long
         return content
 
     try:
@@ -292,7 +292,7 @@ def _save(place: Path, fresh: dict[str, Indexed]) -> None:
                 file.write(head + bytes(_padded(len(text)) - len(head)))
                 for rows in tables:
                     file.write(np.ascontiguousarray(rows).data)
-                    PROGRESS.still_at_it()
+                    ACTIVITY.still_working()
             Path(temporary).chmod(0o644)
             Path(temporary).replace(place)
         except BaseException:

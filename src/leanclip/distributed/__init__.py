@@ -1,33 +1,40 @@
 """The processes that share a global batch."""
 
-from leanclip.distributed.ddp_fsdp import forget_gathered, reducing, replicated, sharded, split_like, whole
-from leanclip.distributed.heartbeat import LOST, PROGRESS, Watch
-from leanclip.distributed.launch import Launch, device_for, joined, launch_id, launched, restarted, start_time
-from leanclip.distributed.ranks import Ranks, Rows, host_group
-from leanclip.distributed.traffic import LEDGER, Ledger, Traffic, traffic
+from leanclip.distributed.ddp_fsdp import full_tensor, gradient_sync, reshard, shard_like, wrap_ddp, wrap_fsdp
+from leanclip.distributed.heartbeat import LOST_RANK_EXIT, Heartbeat
+from leanclip.distributed.launch import (
+    Launch,
+    detect_launch,
+    device_for,
+    launch_id,
+    process_group,
+    start_time,
+    was_restarted,
+)
+from leanclip.distributed.ranks import PendingGather, Ranks, gloo_group
+from leanclip.distributed.traffic import TRAFFIC_COUNTER, Traffic, TrafficCounter, compare_traffic
 
 __all__ = [
-    "LEDGER",
-    "LOST",
-    "PROGRESS",
+    "LOST_RANK_EXIT",
+    "TRAFFIC_COUNTER",
+    "Heartbeat",
     "Launch",
-    "Ledger",
+    "PendingGather",
     "Ranks",
-    "Rows",
     "Traffic",
-    "Watch",
+    "TrafficCounter",
+    "compare_traffic",
+    "detect_launch",
     "device_for",
-    "forget_gathered",
-    "host_group",
-    "joined",
+    "full_tensor",
+    "gloo_group",
+    "gradient_sync",
     "launch_id",
-    "launched",
-    "reducing",
-    "replicated",
-    "restarted",
-    "sharded",
-    "split_like",
+    "process_group",
+    "reshard",
+    "shard_like",
     "start_time",
-    "traffic",
-    "whole",
+    "was_restarted",
+    "wrap_ddp",
+    "wrap_fsdp",
 ]

@@ -1,4 +1,4 @@
-"""One model on several ranks: its gradients averaged by DDP, or its weights split too by FSDP2."""
+"""A model on several ranks: DDP averages its gradients, FSDP2 also splits its weights."""
 
 import contextlib
 from collections import Counter
@@ -15,7 +15,7 @@ from leanclip.distributed.ranks import Ranks, as_bytes
 from leanclip.errors import UserError
 
 
-def replicated(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
+def wrap_ddp(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Module:
     """DDP: every rank has all weights; gradients are averaged while the backward pass still runs."""
     if ranks.size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
@@ -27,17 +27,19 @@ def replicated(model: nn.Module, ranks: Ranks, device: torch.device) -> nn.Modul
     )
 
 
-def sharded(model: nn.Module, ranks: Ranks, device: torch.device, *, methods: tuple[str, ...] = ()) -> nn.Module:
+def wrap_fsdp(model: nn.Module, ranks: Ranks, device: torch.device, *, methods: tuple[str, ...] = ()) -> nn.Module:
     """FSDP2, block by block: every rank keeps a part of weights, gradients and optimizer state.
 
-    Scalars, which are not trained, stay whole. `methods` are called beside `forward`.
+    Scalars, which are not trained, are not split. `methods` are the model's entry points besides `forward`.
     """
     if device.type == "cuda" and "nccl" not in str(dist.get_backend_config(ranks.group)):
-        raise UserError("--fsdp needs a GPU for each process; start as many processes as there are GPUs")
+        raise UserError(
+            "--fsdp needs a GPU for each process; start as many processes as there are GPUs", code="launch.shared_gpu"
+        )
     mesh = ranks.mesh(device.type)
     ignored = {parameter for parameter in model.parameters() if parameter.ndim == 0}
-    assert not any(parameter.requires_grad for parameter in ignored), "nobody would average its gradient"
-    for block in blocks(model):
+    assert not any(parameter.requires_grad for parameter in ignored), "its gradient would not be averaged"
+    for block in repeated_blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params=ignored)
     for method in methods:
@@ -45,34 +47,34 @@ def sharded(model: nn.Module, ranks: Ranks, device: torch.device, *, methods: tu
     return model
 
 
-def forget_gathered(model: nn.Module) -> None:
-    """Before weights change that are split over ranks: FSDP2 keeps what it gathered of the outermost module."""
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights before the shards change: FSDP2 keeps those of the outermost module after a forward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The layers that a tower repeats: elements of one class in a list or sequence."""
-    found: list[nn.Module] = []
+    repeated: list[nn.Module] = []
     for module in model.modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
-        kinds = Counter(type(child) for child in module)
-        found += [
+        counts = Counter(type(child) for child in module)
+        repeated += [
             child
             for child in module
-            if kinds[type(child)] > 1
+            if counts[type(child)] > 1
             and any(True for _ in child.parameters())
             and any(True for _ in child.children())
         ]
-    inside = {id(inner) for block in found for inner in block.modules() if inner is not block}
-    return [block for block in found if id(block) not in inside]
+    nested = {id(inner) for block in repeated for inner in block.modules() if inner is not block}
+    return [block for block in repeated if id(block) not in nested]
 
 
 @contextlib.contextmanager
-def reducing(model: nn.Module, reduce: bool) -> Iterator[None]:
-    """Whether the backward passes inside send gradients, or only add them up for a later one that does."""
+def gradient_sync(model: nn.Module, reduce: bool) -> Iterator[None]:
+    """Whether backward passes in this context average gradients over ranks, or only accumulate them."""
     if isinstance(model, DistributedDataParallel) and not reduce:
         with model.no_sync():
             yield
@@ -82,10 +84,10 @@ def reducing(model: nn.Module, reduce: bool) -> Iterator[None]:
     yield
 
 
-def whole(value: Tensor) -> Tensor:
-    """A tensor that is split over the ranks, complete; called on all of them.
+def full_tensor(value: Tensor) -> Tensor:
+    """All of a tensor that is split over the ranks. A collective call.
 
-    By a plain collective: the functional ones that DTensor itself uses crash on CUDA tensors over gloo (torch 2.11).
+    It uses a plain collective: the functional ones of DTensor crash on CUDA tensors over gloo (torch 2.11).
     """
     if not isinstance(value, DTensor):
         return value
@@ -95,13 +97,13 @@ def whole(value: Tensor) -> Tensor:
     width = -(-len(value) // group.size())
     padded = local.new_zeros(width, *local.shape[1:])
     padded[: len(local)] = local
-    everyone = padded.new_empty(group.size() * width, *local.shape[1:])
-    dist.all_gather_into_tensor(as_bytes(everyone), as_bytes(padded), group=group)
-    return everyone[: len(value)]
+    gathered = padded.new_empty(group.size() * width, *local.shape[1:])
+    dist.all_gather_into_tensor(as_bytes(gathered), as_bytes(padded), group=group)
+    return gathered[: len(value)]
 
 
-def split_like(value: Tensor, model: Tensor) -> Tensor:
-    """A complete tensor, split as another one is."""
-    if not isinstance(model, DTensor) or isinstance(value, DTensor) or value.shape != model.shape:
+def shard_like(value: Tensor, template: Tensor) -> Tensor:
+    """Split a full tensor over the ranks as `template` is."""
+    if not isinstance(template, DTensor) or isinstance(value, DTensor) or value.shape != template.shape:
         return value
-    return distribute_tensor(value.to(model.device), model.device_mesh, model.placements)
+    return distribute_tensor(value.to(template.device), template.device_mesh, template.placements)

@@ -1,8 +1,7 @@
-"""A watch over the other ranks: who died or hangs is named, and nobody waits for him longer than the time-out.
+"""Detects ranks that died or hang, names them, and ends the other ranks within the timeout.
 
-Every process tells the store every other second that it lives and how far its main thread has come. A thread of
-its own reads what the others say, because the main thread may be waiting inside a collective for the very rank that
-is gone.
+Every process writes to the store every other second that it is alive and how far its main thread has come. A separate
+thread reads what the others wrote, because the main thread may wait inside a collective for the lost rank.
 """
 
 import contextlib
@@ -17,93 +16,73 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+from leanclip.errors import first_line
+from leanclip.progress import ACTIVITY
 
-class Progress:
-    """How far the main thread has come: the collectives that it began and the steps that it finished.
-
-    All ranks go through the same ones in the same order, so one with fewer is the one that the others wait for.
-    """
-
-    def __init__(self) -> None:
-        self.count, self.worked, self.moved = 0, 0, time.monotonic()
-
-    def __call__(self) -> None:
-        self.count += 1
-        self.moved = time.monotonic()
-
-    def still_at_it(self) -> None:
-        """No further, but at work on something that takes long, such as a slow disk: the others wait on."""
-        self.worked += 1
-        self.moved = time.monotonic()
-
-
-PROGRESS = Progress()  # of this process
-LOST = 3  # exit code: another rank died or hangs
+LOST_RANK_EXIT = 3  # exit code: another rank died or hangs
 WORKING, DONE, FAILED = "working", "done", "failed"
+REASON_KEY = "heartbeat/reason"
 
 
 @dataclass
-class _Seen:
-    """The last sign of a rank, and when it changed, by this process's clock."""
+class _Peer:
+    """The last heartbeat of another rank, and when it changed, by this process's clock."""
 
     beat: int = -1
-    progress: int = -1
-    worked: int = -1
+    count: int = -1
+    ticks: int = -1
     beat_at: float = 0.0
-    progress_at: float = 0.0
-    ending: str = "working"
-    where: str = "?"
+    active_at: float = 0.0
+    status: str = WORKING
+    host: str = "?"
 
     @property
-    def finished(self) -> bool:
-        return self.ending != WORKING
+    def ended(self) -> bool:
+        return self.status != WORKING
 
 
-class Watch:
-    """Looks after the other ranks, from `start` to `stop`, in a thread."""
+class Heartbeat:
+    """Watches the other ranks in a thread, from `start` to `stop`."""
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout: float) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
-        self._own: Store | None = None
+        self._connection: Store | None = None
         self.interval = min(2.0, timeout / 8)
-        self._seen = {other: _Seen() for other in range(size) if other != rank}
+        self._peers = {other: _Peer() for other in range(size) if other != rank}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._ending = DONE
+        self._final_status = DONE
 
     def start(self) -> None:
         if self.store is None or self.size == 1:
             return
         now = time.monotonic()
-        for seen in self._seen.values():
-            seen.beat_at = seen.progress_at = now
-        # A connection of its own: the main thread's may be blocked in a wait.
-        self._own = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-        assert self._own is not None
-        self._own.set_timeout(timedelta(seconds=self.timeout))
-        self._thread = threading.Thread(target=self._run, name="leanclip-watch", daemon=True)
+        for peer in self._peers.values():
+            peer.beat_at = peer.active_at = now
+        # A second connection, because the main thread's may be blocked in a wait.
+        self._connection = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        assert self._connection is not None
+        self._connection.set_timeout(timedelta(seconds=self.timeout))
+        self._thread = threading.Thread(target=self._run, name="leanclip-heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self, *, failed: bool = False) -> None:
-        """This rank is done, or gives up, and says so."""
+        """Write the final status of this rank and end the thread."""
         if self._thread is None:
             return
-        self._ending = FAILED if failed else DONE
+        self._final_status = FAILED if failed else DONE
         self._stopping.set()
         self._thread.join(timeout=self.interval * 2)
         self._thread = None
 
-    def explain(self, error: BaseException) -> None:
-        """A collective failed here: wait until it shows whose fault it is, and leave with that message."""
+    def exit_if_rank_lost(self) -> None:
+        """After a failed collective: wait until a lost rank shows, and exit with the message that names it."""
         if self._thread is None:
             return
         deadline = time.monotonic() + max(6 * self.interval, 2.0)
         while time.monotonic() < deadline:
-            lost = self._lost(patience=3 * self.interval)
-            if lost:
-                self._leave(lost)
-            if gone := self._gone():
-                self._leave(gone)
+            if message := self._silent(3 * self.interval) or self._ended(DONE, FAILED):
+                self._exit(message)
             time.sleep(self.interval / 4)
 
     def _run(self) -> None:
@@ -111,90 +90,76 @@ class Watch:
         while not self._stopping.wait(self.interval):
             beat += 1
             try:
-                self._tell(_sign(beat, WORKING))
-                self._listen()
+                self._write(beat, WORKING)
+                self._read()
             except Exception as error:  # whatever a broken connection raises
                 if not self._stopping.is_set():
-                    self._leave(f"the store of the process group does not answer ({_first_line(error)}): rank 0 or"
-                                " its host is gone")  # fmt: skip
+                    self._exit(
+                        f"the store of the process group does not answer ({first_line(error)}): rank 0 or its host"
+                        " is lost"
+                    )
                 return
-            moved = [PROGRESS.moved, *(seen.progress_at for seen in self._seen.values() if not seen.finished)]
-            stuck = time.monotonic() - max(moved) > self.timeout
-            if lost := self._lost(patience=self.timeout):
-                self._leave(lost)
-            elif gave_up := self._gone(FAILED):
-                self._leave(gave_up)
-            elif stuck:
-                self._leave(self._behind())
-        try:
-            self._tell(_sign(beat + 1, self._ending))
-        except Exception:
-            return  # the others are gone already
+            active_at = [ACTIVITY.changed_at, *(peer.active_at for peer in self._peers.values() if not peer.ended)]
+            stuck = time.monotonic() - max(active_at) > self.timeout
+            if message := self._silent(self.timeout) or self._ended(FAILED) or (self._hanging() if stuck else None):
+                self._exit(message)
+        with contextlib.suppress(Exception):  # the others may have ended already
+            self._write(beat + 1, self._final_status)
 
-    def _tell(self, sign: str) -> None:
-        assert self._own is not None
-        self._own.set(f"watch/{self.rank}", sign)
+    def _write(self, beat: int, status: str) -> None:
+        assert self._connection is not None
+        host = f"{socket.gethostname()}:{os.getpid()}"
+        self._connection.set(f"heartbeat/{self.rank}", f"{beat} {ACTIVITY.count} {ACTIVITY.ticks} {status} {host}")
 
-    def _listen(self) -> None:
-        assert self._own is not None
-        if self._own.check(["watch/verdict"]):
-            self._leave(self._own.get("watch/verdict").decode())
+    def _read(self) -> None:
+        assert self._connection is not None
+        if self._connection.check([REASON_KEY]):
+            self._exit(self._connection.get(REASON_KEY).decode())
         now = time.monotonic()
-        for other, seen in self._seen.items():
-            if seen.finished or not self._own.check([f"watch/{other}"]):
+        for rank, peer in self._peers.items():
+            if peer.ended or not self._connection.check([f"heartbeat/{rank}"]):
                 continue
-            sign = self._own.get(f"watch/{other}").decode().split(" ", 4)
-            (beat, progress, worked), (seen.ending, seen.where) = map(int, sign[:3]), sign[3:]
-            if beat != seen.beat:
-                seen.beat, seen.beat_at = beat, now
-            if (progress, worked) != (seen.progress, seen.worked):
-                seen.progress, seen.worked, seen.progress_at = progress, worked, now
+            *numbers, peer.status, peer.host = self._connection.get(f"heartbeat/{rank}").decode().split(" ", 4)
+            beat, count, ticks = map(int, numbers)
+            if beat != peer.beat:
+                peer.beat, peer.beat_at = beat, now
+            if (count, ticks) != (peer.count, peer.ticks):
+                peer.count, peer.ticks, peer.active_at = count, ticks, now
 
-    def _lost(self, *, patience: float) -> str | None:
-        """Ranks that gave no sign of life for a while."""
+    def _silent(self, seconds: float) -> str | None:
+        """A message about ranks without a heartbeat for this long."""
         now = time.monotonic()
-        silent = {r: now - s.beat_at for r, s in self._seen.items() if not s.finished and now - s.beat_at > patience}
+        silent = {r: now - p.beat_at for r, p in self._peers.items() if not p.ended and now - p.beat_at > seconds}
         if not silent:
             return None
-        names = ", ".join(f"rank {r} ({self._seen[r].where})" for r in silent)
-        return f"{names} gave no sign of life for {max(silent.values()):.0f} s: it died or its host hangs"
+        return f"{self._names(*silent)} sent no heartbeat for {max(silent.values()):.0f} s: it died or its host hangs"
 
-    def _gone(self, *endings: str) -> str | None:
-        """Ranks that ended while this one goes on."""
-        ended = [str(r) for r, s in self._seen.items() if s.ending in (endings or (DONE, FAILED))]
+    def _ended(self, *statuses: str) -> str | None:
+        """A message about ranks that ended while this one runs."""
+        ended = [str(rank) for rank, peer in self._peers.items() if peer.status in statuses]
         return f"rank {', '.join(ended)} ended early; its own message says why" if ended else None
 
-    def _behind(self) -> str:
-        """Ranks that live but have not come as far as this one, while this one waits."""
-        behind = [r for r, s in self._seen.items() if not s.finished and s.progress < PROGRESS.count]
-        if not behind:
-            everyone = [s.progress for s in self._seen.values() if not s.finished]
-            if any(progress > PROGRESS.count for progress in everyone):
-                return (
-                    f"rank {self.rank} hangs: it has not come further for {self.timeout:.0f} s"
-                    " while the others wait for it"
-                )
-            return f"nobody has come further for {self.timeout:.0f} s: all ranks wait inside the same operation"
-        names = ", ".join(f"rank {r} ({self._seen[r].where})" for r in behind)
-        return f"{names} hangs: it has not come further for {self.timeout:.0f} s while the others wait for it"
+    def _hanging(self) -> str:
+        """A message about the ranks that have a heartbeat but made less progress than the others."""
+        running = {rank: peer.count for rank, peer in self._peers.items() if not peer.ended}
+        behind = [rank for rank, count in running.items() if count < ACTIVITY.count]
+        if not behind and all(count == ACTIVITY.count for count in running.values()):
+            return f"no progress on any rank for {self.timeout:.0f} s: all ranks wait inside the same operation"
+        names = self._names(*behind) if behind else f"rank {self.rank}"
+        return f"{names} hangs: no progress for {self.timeout:.0f} s while the others wait for it"
 
-    def _leave(self, message: str) -> None:
-        """Tell everybody why, and end this process. Rank 0 may keep the store, so it waits until the others know."""
+    def _names(self, *ranks: int) -> str:
+        return ", ".join(f"rank {rank} ({self._peers[rank].host})" for rank in ranks)
+
+    def _exit(self, message: str) -> None:
+        """Share the reason and end this process. Rank 0 may host the store, so it waits until the others read it."""
         print(f"leanclip: rank {self.rank} stops: {message}", file=sys.stderr, flush=True)
-        with contextlib.suppress(Exception):  # the store may be what is gone
-            assert self._own is not None
-            if not self._own.check(["watch/verdict"]):
-                self._own.set("watch/verdict", message)
+        with contextlib.suppress(Exception):  # the store itself may be lost
+            assert self._connection is not None
+            if not self._connection.check([REASON_KEY]):
+                self._connection.set(REASON_KEY, message)
             if self.rank == 0:
                 time.sleep(3 * self.interval)
         for child in multiprocessing.active_children():
             child.kill()
-        os._exit(LOST)
-
-
-def _sign(beat: int, state: str) -> str:
-    return f"{beat} {PROGRESS.count} {PROGRESS.worked} {state} {socket.gethostname()}:{os.getpid()}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        os._exit(LOST_RANK_EXIT)

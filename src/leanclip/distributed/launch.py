@@ -1,4 +1,4 @@
-"""How this process was started, and joining the others: torchrun, SLURM's srun, or nobody."""
+"""Detects how this process was started (torchrun, srun or alone) and joins the process group."""
 
 import contextlib
 import os
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from leanclip.distributed.heartbeat import Watch
-from leanclip.errors import UserError
+from leanclip.distributed.heartbeat import Heartbeat
+from leanclip.errors import UserError, first_line
 
 PORT = 29500
 
@@ -26,14 +26,14 @@ class Launch:
 
     rank: int
     size: int
-    local_rank: int  # among those of this host: it chooses the GPU
-    by: str  # torchrun, srun, or alone
+    local_rank: int  # on this host; selects the GPU
+    by: str  # torchrun, srun or alone
     address: str = "127.0.0.1"
     port: int = PORT
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> Launch:
-    """What the launcher says in the environment. torchrun inside a SLURM job is torchrun."""
+def detect_launch(environment: Mapping[str, str] = os.environ) -> Launch:
+    """Read the launcher's environment variables. torchrun inside a SLURM job counts as torchrun."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         try:
             return Launch(
@@ -46,11 +46,12 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
             )
         except ValueError as error:
             raise UserError(
-                f"the launcher's environment is broken (RANK, WORLD_SIZE, LOCAL_RANK): {error}"
+                f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT must be whole numbers: {error}",
+                code="launch.bad_environment",
             ) from error
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))  # set by srun only: a batch script itself is alone
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))  # set by srun only, not in the batch script
     if tasks > 1:
-        # Several jobs may share a host: the port follows from the job's number, as all its tasks know it.
+        # Several jobs may share a host, so the port follows from the job id.
         port = 20000 + int(environment.get("SLURM_JOB_ID", 0)) % 20000
         return Launch(
             int(environment["SLURM_PROCID"]),
@@ -63,21 +64,21 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
     return Launch(0, 1, 0, "alone")
 
 
-def restarted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun started this process again, after one of them failed."""
+def was_restarted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun started this process again after a failure."""
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def launch_id(environment: Mapping[str, str] = os.environ) -> str | None:
-    """What all starts of processes by one torchrun have in common; none without one."""
-    if launched(environment).by != "torchrun":
+    """Identifies one torchrun, the same for all its restarts; None without torchrun."""
+    if detect_launch(environment).by != "torchrun":
         return None
     return f"{environment.get('TORCHELASTIC_RUN_ID', 'none')} {start_time():%Y-%m-%dT%H:%M:%S}"
 
 
 def start_time() -> datetime:
-    """When the job was started: under torchrun when that was, which stays when it starts its processes again."""
-    if launched().by == "torchrun":
+    """When the job started: under torchrun the start of torchrun itself, which restarts of its processes keep."""
+    if detect_launch().by == "torchrun":
         with contextlib.suppress(OSError, ValueError, IndexError):
             ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
             booted = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
@@ -91,67 +92,73 @@ def first_host(nodes: str) -> str:
 
 
 @contextlib.contextmanager
-def joined(launch: Launch, device: torch.device, *, timeout: float, always: bool = False) -> Iterator[Watch]:
-    """Be one of the processes while inside. One alone needs no group, unless `always`.
+def process_group(
+    launch: Launch, device: torch.device, *, timeout: float, always: bool = False
+) -> Iterator[Heartbeat]:
+    """Join the process group while inside. A single process needs none, unless `always`.
 
-    Yields the watch over the others: a rank that dies or hangs ends this process too, within `timeout` seconds and
-    with a message that names it.
+    Yields the heartbeat: a rank that dies or hangs ends this process too, within `timeout` seconds and with a message
+    that names the rank.
     """
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
     if launch.size == 1 and not always:
-        yield Watch(None, launch.rank, launch.size, timeout)
+        yield Heartbeat(None, launch.rank, launch.size, timeout)
         return
-    store: Store = HashStore()
     try:
-        if launch.size > 1:
-            # torchrun's agent keeps the store; elsewhere rank 0 does.
-            agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            tcp = TCPStore(
-                launch.address,
-                launch.port,
-                launch.size,
-                is_master=launch.rank == 0 and not agent,
-                timeout=timedelta(seconds=timeout),
-                wait_for_workers=False,
-            )
-            store = PrefixStore(f"leanclip/{attempt}", tcp)
+        store = _rendezvous(launch, timeout)
         dist.init_process_group(
             _backend(store, launch, device),
             store=store,
             rank=launch.rank,
             world_size=launch.size,
-            timeout=timedelta(seconds=2 * timeout + 30),  # the watch speaks first, and knows more
+            timeout=timedelta(seconds=2 * timeout + 30),  # longer than the heartbeat's, whose message says more
         )
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"rank {launch.rank} of {launch.size} did not meet the others at {launch.address}:{launch.port} within"
-            f" {timeout:.0f} s: is every process started, and the address reachable? ({reason})"
+            f"rank {launch.rank} of {launch.size} could not connect to {launch.address}:{launch.port} within"
+            f" {timeout:.0f} s: check that every process is started and the address is reachable"
+            f" ({first_line(error)})",
+            code="launch.no_connection",
         ) from error
-    watch = Watch(store, launch.rank, launch.size, timeout)
-    watch.start()
+    heartbeat = Heartbeat(store, launch.rank, launch.size, timeout)
+    heartbeat.start()
     failed = True
     try:
-        yield watch
+        yield heartbeat
         failed = False
     except UserError:
         raise
-    except (RuntimeError, OSError) as error:
-        # Where another rank is the cause, that is the news, not the collective in which this one noticed.
-        watch.explain(error)
+    except (RuntimeError, OSError):
+        heartbeat.exit_if_rank_lost()  # then that is the cause, not the collective that failed
         raise
     finally:
-        watch.stop(failed=failed)
+        heartbeat.stop(failed=failed)
         with contextlib.suppress(Exception):
             if not failed:
-                dist.barrier()  # whoever keeps the store leaves with the last
-                dist.destroy_process_group()  # after a failure it might wait for what is still on its way
+                dist.barrier()  # the process that hosts the store ends last
+                dist.destroy_process_group()  # after a failure it might wait for unfinished collectives
+
+
+def _rendezvous(launch: Launch, timeout: float) -> Store:
+    if launch.size == 1:
+        return HashStore()
+    # torchrun's agent hosts the store; elsewhere rank 0 does.
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    tcp = TCPStore(
+        launch.address,
+        launch.port,
+        launch.size,
+        is_master=launch.rank == 0 and not agent,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+    )
+    return PrefixStore(f"leanclip/{attempt}", tcp)
 
 
 def device_for(launch: Launch, name: str | None) -> str:
-    """The device of this process: the one asked for, or a GPU of its own if the host has GPUs."""
+    """The device of this process: the requested one, or a separate GPU for each process if the host has GPUs."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and launch.size > 1:
@@ -160,16 +167,17 @@ def device_for(launch: Launch, name: str | None) -> str:
 
 
 def _backend(store: Store, launch: Launch, device: torch.device) -> str:
-    """NCCL between GPUs; gloo where there are none, or where two ranks share one, which NCCL refuses."""
-    place = f"{socket.gethostname()} cpu {launch.rank}"
+    """NCCL between GPUs; gloo on CPUs, or where two ranks share a GPU, which NCCL does not support."""
+    device_name = f"{socket.gethostname()} cpu {launch.rank}"
     if device.type == "cuda":
-        place = f"{socket.gethostname()} cuda {torch.cuda.get_device_properties(device).uuid}"
-    store.set(f"place/{launch.rank}", place)
-    places = [store.get(f"place/{rank}").decode() for rank in range(launch.size)]
-    if all(" cuda " in other for other in places) and len(set(places)) == len(places):
+        device_name = f"{socket.gethostname()} cuda {torch.cuda.get_device_properties(device).uuid}"
+    store.set(f"device/{launch.rank}", device_name)
+    device_names = [store.get(f"device/{rank}").decode() for rank in range(launch.size)]
+    if all(" cuda " in name for name in device_names) and len(set(device_names)) == len(device_names):
         return "cpu:gloo,cuda:nccl"
     if device.type == "cuda" and launch.rank == 0:
         print(
-            "leanclip: processes share a GPU, so they talk through gloo, slowly; give each its own", file=sys.stderr
+            "leanclip: processes share a GPU and communicate over gloo, which is slow; use one GPU per process",
+            file=sys.stderr,
         )
     return "gloo"

@@ -1,4 +1,4 @@
-"""What the loss sends: counted call by call, beside what others would send for the same step."""
+"""Bytes that the collectives of a loss send, counted call by call, and what other implementations would send."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -7,33 +7,33 @@ GATHERED = ("embeddings", "scalars", "ids", "groups")  # a loss's purposes
 REDUCED = ("state", "sums")
 
 
-class Entry(NamedTuple):
-    """Collectives of one purpose: how many, and the bytes of the vector they spread over all ranks."""
+class Volume(NamedTuple):
+    """Collectives of one purpose: how many, and the bytes of the vectors that they send to all ranks."""
 
     calls: int
     bytes: int
 
 
 @dataclass
-class Ledger:
+class TrafficCounter:
     """Counts the collectives of a process by purpose, from one `clear` to the next."""
 
-    entries: dict[str, Entry] = field(default_factory=dict)
+    volumes: dict[str, Volume] = field(default_factory=dict)
 
     def record(self, purpose: str, size: int) -> None:
-        calls, known = self.entries.get(purpose, Entry(0, 0))
-        self.entries[purpose] = Entry(calls + 1, known + size)
+        calls, total = self.volumes.get(purpose, Volume(0, 0))
+        self.volumes[purpose] = Volume(calls + 1, total + size)
 
     def clear(self) -> None:
-        self.entries.clear()
+        self.volumes.clear()
 
-    def of_loss(self) -> Entry:
-        """What the loss alone sent."""
-        found = [entry for purpose, entry in self.entries.items() if purpose in GATHERED + REDUCED]
-        return Entry(sum(entry.calls for entry in found), sum(entry.bytes for entry in found))
+    def loss_total(self) -> Volume:
+        """The loss's collectives only."""
+        volumes = [volume for purpose, volume in self.volumes.items() if purpose in GATHERED + REDUCED]
+        return Volume(sum(volume.calls for volume in volumes), sum(volume.bytes for volume in volumes))
 
 
-LEDGER = Ledger()  # of this process: collectives are a process's own affair
+TRAFFIC_COUNTER = TrafficCounter()  # of this process
 
 
 class Traffic(NamedTuple):
@@ -44,14 +44,13 @@ class Traffic(NamedTuple):
     disco_clip: float  # gathers the embeddings, all-reduces their gradients
 
 
-def traffic(ledger: Ledger, *, ranks: int) -> Traffic:
-    """A step's traffic from its ledger, with the embeddings that others would send too.
+def compare_traffic(counter: TrafficCounter, *, ranks: int) -> Traffic:
+    """The traffic of one counted step, and that of the other implementations with the same embeddings.
 
     On a ring a gathered vector of S bytes costs each rank S (N-1)/N, a reduce-scattered one the same, an all-reduced
     one twice that.
     """
     share = (ranks - 1) / ranks
-    embeddings = ledger.entries.get("embeddings", Entry(0, 0)).bytes
-    reduced = sum(ledger.entries.get(purpose, Entry(0, 0)).bytes for purpose in REDUCED)
-    own = ledger.of_loss().bytes + reduced
-    return Traffic(own * share, 2 * embeddings * share, 3 * embeddings * share)
+    embeddings = counter.volumes.get("embeddings", Volume(0, 0)).bytes
+    reduced = sum(counter.volumes.get(purpose, Volume(0, 0)).bytes for purpose in REDUCED)
+    return Traffic((counter.loss_total().bytes + reduced) * share, 2 * embeddings * share, 3 * embeddings * share)

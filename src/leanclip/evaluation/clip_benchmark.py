@@ -14,10 +14,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from leanclip.distributed import PROGRESS, Ranks
+from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.evaluation.held_out import TYPE_FILE
 from leanclip.evaluation.results import SetResult
+from leanclip.progress import ACTIVITY
 
 TASKS = {"retrieval": "zeroshot_retrieval", "classification": "zeroshot_classification"}
 OURS = {"acc1": "top1", "acc5": "top5", "image_retrieval_recall@": "text_to_image_recall@",
@@ -81,7 +82,8 @@ def run_suite(
         outcome = _run_one(sets[number], model, pretrained, device, precision, batch, workers, quiet)
         own.append((number, outcome))
     outcomes = [
-        outcome for _, outcome in sorted((each for every in ranks.everyones(own) for each in every), key=_key)
+        outcome
+        for _, outcome in sorted((each for every in ranks.all_gather_objects(own) for each in every), key=_key)
     ]
     failures = [outcome for outcome in outcomes if isinstance(outcome, str)]
     for failure in failures:
@@ -145,7 +147,7 @@ def _run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     output, said = process.communicate(timeout=LOOK)
                     return subprocess.CompletedProcess(command, process.returncode, output, said)
-                PROGRESS.still_at_it()
+                ACTIVITY.still_working()
         except BaseException:
             process.kill()
             raise

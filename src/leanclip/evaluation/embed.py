@@ -10,9 +10,10 @@ from torch import Tensor
 
 from leanclip.data import Subset, evaluation_batches, evaluation_transform
 from leanclip.data.loader import EvaluationBatch
-from leanclip.distributed import PROGRESS, Ranks
+from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.models import TwoTower
+from leanclip.progress import ACTIVITY
 
 
 class Embedded(NamedTuple):
@@ -65,9 +66,9 @@ def embed(
             own.captions.extend(found.captions)
             own.broken.extend(str(error) for error in found.broken)
             embedded.append(embed_images(model, found, device))
-            PROGRESS.still_at_it()
+            ACTIVITY.still_working()
             advance((len(found.ids) + len(found.broken)) * ranks.size)
-        everyones = ranks.everyones(own)
+        everyones = ranks.all_gather_objects(own)
         ids, rows = _once_each(everyones, width=len(own_ids))
         captions = dict(
             zip([i for f in everyones for i in f.ids], [c for f in everyones for c in f.captions], strict=True)
@@ -105,7 +106,7 @@ def embed_texts(
     for start in range(0, len(own), batch):
         tokens = model.tokenizer(own[start : start + batch])  # the model takes them to the device
         embedded.append(model.encode_text(tokens).to(wide_dtype(model)))
-        PROGRESS.still_at_it()
+        ACTIVITY.still_working()
         advance(len(tokens) * ranks.size)
     everyones = _everybodys(ranks, torch.cat(embedded), width=len(own))
     return everyones[torch.tensor([numbers[text] for text in texts], device=device)]

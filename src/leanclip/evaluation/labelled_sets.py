@@ -15,10 +15,10 @@ from leanclip.data.datasets import BUNDLED
 from leanclip.data.files import FileStat, OpenFiles, expand, is_remote, stat_all
 from leanclip.data.index import REMOTE_CHUNK
 from leanclip.data.tar import IMAGE_ENDINGS, compression_of, files_in
-from leanclip.distributed import PROGRESS
 from leanclip.errors import UserError
 from leanclip.models import imagenet_classnames
 from leanclip.packing.folder import IMAGE_SUFFIXES
+from leanclip.progress import ACTIVITY
 
 CLASSNAMES_FILE = "classnames.txt"
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
@@ -271,7 +271,7 @@ def _scan(files: list[FileStat], known: Mapping[str, str] | None = None) -> _Fou
             raise UserError(f"cannot read {file.path} ({error.strerror or error})") from error
         finally:
             reader.close()
-        PROGRESS.still_at_it()
+        ACTIVITY.still_working()
         whole = [key for key in images if texts.get(key)]
         places += [images[key] for key in whole]
         labels += [texts[key] for key in whole]
@@ -320,7 +320,7 @@ def _of_folders(path: Path, folders: list[Path], name: str, classnames: Sequence
         below = [str(file.relative_to(path)) for file in sorted(_images_below(folder))]
         names += below
         labels += [number] * len(below)
-        PROGRESS.still_at_it()
+        ACTIVITY.still_working()
     if not names:
         raise UserError(f"no images in the folders of {path}: looked for {', '.join(IMAGE_SUFFIXES)}")
     templates = path / TEMPLATES_FILE

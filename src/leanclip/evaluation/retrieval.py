@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leanclip.distributed import PROGRESS, Ranks
+from leanclip.distributed import Ranks
+from leanclip.progress import ACTIVITY
 
 RECALL_AT = (1, 5, 10)
 DIRECTIONS = ("image_to_text", "text_to_image")
@@ -62,7 +63,7 @@ def places(
             columns = slice(number * tile, (number + 1) * tile)
             here, column = _pairs(owner[rows], columns)
             right[rows][here] = (own[rows] @ images[columns].T)[here, column]
-            PROGRESS.still_at_it()
+            ACTIVITY.still_working()
     everyones = ranks.gather(right, len(texts), purpose="evaluation")
     best = images.new_full((len(images),), -torch.inf).scatter_reduce(0, image_of_text, everyones, "amax")
 
@@ -84,7 +85,7 @@ def places(
                 pairs = scores[here, column]
                 text_places[rows][here] -= (~(pairs < right[rows][here])).long()
                 image_places[columns].index_add_(0, column, (~(pairs < best[columns][column])).long(), alpha=-1)
-            PROGRESS.still_at_it()
+            ACTIVITY.still_working()
         advance(len(own[rows]) * ranks.size)
     return (
         ranks.sum(image_places, purpose="evaluation"),

@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from leanclip.data import evaluation_batches, evaluation_transform
-from leanclip.distributed import PROGRESS, Ranks
+from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.evaluation.embed import embed_images, embed_texts, equal_share, wide_dtype
 from leanclip.evaluation.labelled_sets import LabelledSet
 from leanclip.evaluation.prompts import Prompts
 from leanclip.filesystem import cache_directory
 from leanclip.models import TwoTower
-from leanclip.progress import progress_bar
+from leanclip.progress import ACTIVITY, progress_bar
 
 ALL_SHOWN = 5  # with fewer classes every answer would be among the first five
 
@@ -174,10 +174,10 @@ def classify(
                 rows = np.stack([np.array(found.ids, np.int64), *(part.cpu().numpy() for part in answer)])
                 answers.append(rows)
                 broken += [str(error) for error in found.broken][: 1 - len(broken)]
-                PROGRESS.still_at_it()
+                ACTIVITY.still_working()
                 advance((len(found.ids) + len(found.broken)) * ranks.size)
     model.train(was_training)
-    everyones = ranks.everyones((np.concatenate(answers, axis=1), broken))
+    everyones = ranks.all_gather_objects((np.concatenate(answers, axis=1), broken))
     ids, predicted, place = np.concatenate([answer for answer, _ in everyones], axis=1)
     if not len(ids):
         raise UserError(f"none of the images of {labelled.name} can be used: {everyones[0][1][0]}")
@@ -218,7 +218,7 @@ class ClassifierCache:
 
     def __init__(self, model: TwoTower, *, precision: str = "", directory: Path | None = None) -> None:
         self.directory = directory or cache_directory() / "classifiers"
-        self.fingerprint = Ranks.current().once(lambda: precision + _fingerprint(model))
+        self.fingerprint = Ranks.current().broadcast_from_first(lambda: precision + _fingerprint(model))
 
     def path(self, prompts: Prompts) -> Path:
         said = json.dumps([self.fingerprint, prompts])
@@ -231,7 +231,7 @@ class ClassifierCache:
             except (OSError, KeyError, SafetensorError):
                 return None
 
-        return Ranks.current().once(read)
+        return Ranks.current().broadcast_from_first(read)
 
     def put(self, prompts: Prompts, classifier: Tensor) -> None:
         if not Ranks.current().first:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from leanclip.distributed import Ranks, Rows
+from leanclip.distributed import PendingGather, Ranks
 from leanclip.losses.custom_gradient import without_autocast
 from leanclip.losses.output import LossOutput
 
@@ -17,7 +17,7 @@ class Local(NamedTuple):
     text: Tensor
     ranks: Ranks
     batch: int
-    all_images: Rows | None = None  # where their gather is on its way already
+    all_images: PendingGather | None = None  # where their gather is on its way already
 
     @property
     def mine(self) -> slice:
@@ -49,7 +49,7 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self.name, self.implementation = name, implementation
         self.lr_tau, self.follows_schedule = lr_tau, follows_schedule
-        self._ahead: tuple[Tensor, Rows] | None = None
+        self._ahead: tuple[Tensor, PendingGather] | None = None
 
     @torch.compiler.disable
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

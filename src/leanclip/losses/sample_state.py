@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from leanclip.distributed import Ranks, whole
+from leanclip.distributed import Ranks, full_tensor
 
 SIDES = ("image", "text")
 Ids = tuple[Tensor, Tensor]  # of a global batch's images and texts; one tensor where they are the same
@@ -135,7 +135,7 @@ class SampleState(nn.Module):
             raise ValueError(f"resize to {num_samples} would drop samples: the tables hold {self.num_samples}")
         old = self.num_samples
         for name, value in self.initial.items():
-            kept = whole(self._distributed(name))
+            kept = full_tensor(self._distributed(name))
             self.num_samples = num_samples
             block = self.block
             grown = kept.new_full((self._num_rows(),), value)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from leanclip import ops
-from leanclip.distributed import LEDGER, Ranks, Rows
+from leanclip.distributed import TRAFFIC_COUNTER, PendingGather, Ranks
 from leanclip.models import blocks
 from leanclip.models import transformer_towers as towers
 from leanclip.ops import attention
@@ -27,25 +27,25 @@ class PretendedRanks(Ranks):
 
     trace: Trace | None = None
 
-    def start_gather(self, local: Tensor, batch: int, *, purpose: str) -> Rows:
+    def start_gather(self, local: Tensor, batch: int, *, purpose: str) -> PendingGather:
         if self.size == 1:
-            return Rows(lambda: local)
+            return PendingGather(lambda: local)
         assert self.trace is not None
         width = self.largest_share(batch)
         with self.trace.during(self.trace.phase, "communication"):
             everyone = local.new_empty(self.size * width, *local.shape[1:])
-        LEDGER.record(purpose, everyone.nbytes)
-        return Rows(lambda: everyone if batch == len(everyone) else everyone[:batch].clone())
+        TRAFFIC_COUNTER.record(purpose, everyone.nbytes)
+        return PendingGather(lambda: everyone if batch == len(everyone) else everyone[:batch].clone())
 
     def sum(self, local: Tensor, *, purpose: str) -> Tensor:
         if self.size > 1:
-            LEDGER.record(purpose, local.nbytes)
+            TRAFFIC_COUNTER.record(purpose, local.nbytes)
         return local
 
-    def everyones(self, value: T) -> list[T]:
+    def all_gather_objects(self, value: T) -> list[T]:
         return [value] * self.size
 
-    def once(self, call: Callable[[], T]) -> T:
+    def broadcast_from_first(self, call: Callable[[], T]) -> T:
         return call()
 
 

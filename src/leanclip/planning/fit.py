@@ -30,7 +30,7 @@ def fitting(config: TrainConfig, *, samples: int, ranks: Ranks, device: torch.de
         micro = search.largest(room)
     except UNTRACED:
         micro = share
-    micro = min(ranks.everyones(micro))
+    micro = min(ranks.all_gather_objects(micro))
     if micro < 1:
         raise UserError(
             f"not one sample fits: {room / 2**30:.1f} GiB are free beside other programs, see leanclip plan;"

@@ -162,8 +162,8 @@ def timed(
 ) -> Option:
     """The loss's collectives stand between the passes; the gradients' run beside the last backward pass, all but the
     last bucket."""
-    gathered = sum(entry.bytes for purpose, entry in predicted.sent.entries.items() if purpose not in SUMMED)
-    summed = [entry for purpose, entry in predicted.sent.entries.items() if purpose in SUMMED]
+    gathered = sum(entry.bytes for purpose, entry in predicted.sent.volumes.items() if purpose not in SUMMED)
+    summed = [entry for purpose, entry in predicted.sent.volumes.items() if purpose in SUMMED]
     loss = network.gather(gathered, ranks) + sum(network.sum(entry.bytes, ranks) for entry in summed)
     gradients = network.sum(predicted.trained_bytes, ranks)
     if config.parallel.fsdp:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from leanclip.data import Batch
-from leanclip.distributed import Ranks, Rows
+from leanclip.distributed import PendingGather, Ranks
 from leanclip.planning.gpu_measurement import matrix_rate
 from leanclip.training.setup import Job
 from leanclip.training.step import training_step
@@ -104,7 +104,7 @@ def profile(job: Job, *, steps: int = STEPS) -> Profile:
     with _marked(job, marks, launching):
         until = time.perf_counter() + SECONDS
         # All processes must take as many: the first one decides. Its clock is asked after the first step.
-        while taken < steps and (taken == 0 or job.ranks.once(lambda: time.perf_counter() < until)):
+        while taken < steps and (taken == 0 or job.ranks.broadcast_from_first(lambda: time.perf_counter() < until)):
             marks.enter("data")
             batch = next(batches)
             launching.append(-time.perf_counter())
@@ -178,8 +178,8 @@ def _marked(job: Job, marks: _Marks, launching: list[float]) -> Iterator[None]:
         marks.enter("optimizer")
         return real_norm(*args, **kwargs)
 
-    def start_gather(self: Ranks, *args: Any, **kwargs: Any) -> Rows:
-        return Rows(inside("communication", real_gather(self, *args, **kwargs).wait))
+    def start_gather(self: Ranks, *args: Any, **kwargs: Any) -> PendingGather:
+        return PendingGather(inside("communication", real_gather(self, *args, **kwargs).wait))
 
     def averaged(group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         if bucket.is_last():

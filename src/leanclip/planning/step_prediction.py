@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from leanclip.data import Batch
-from leanclip.distributed import LEDGER, Ledger, Ranks
-from leanclip.distributed.ddp_fsdp import blocks
+from leanclip.distributed import TRAFFIC_COUNTER, Ranks, TrafficCounter
+from leanclip.distributed.ddp_fsdp import repeated_blocks
 from leanclip.losses import ContrastiveLoss, loss_from_config
 from leanclip.models import TwoTower
 from leanclip.models.text_length import Texts, layout
@@ -52,7 +52,7 @@ class Predicted:
 
     memory: dict[str, int]  # bytes at the peak, by part
     kernels: Counter[Kernel]
-    sent: Ledger  # by the loss
+    sent: TrafficCounter  # by the loss
     trained_bytes: int  # of the weights
     parameters: int  # trained tensors
     parts: int  # micro-batches
@@ -92,7 +92,7 @@ def predict_step(
     steps = config.run.epochs * max(1, samples // batch)
     if compiles(config, model, Ranks(0, ranks, None), cuda, min(steps, config.run.max_steps or steps)):
         model.compile_towers(whole=False)
-    LEDGER.clear()
+    TRAFFIC_COUNTER.clear()
     with tracing(capability) as trace, pretending(trace, ranks=ranks, processors=processors) as first:
         model = faked(model, trace, "weights").train()
         if model.compiled and not (model.own_image or config.parallel.fsdp):
@@ -134,7 +134,7 @@ def predict_step(
     return Predicted(
         memory=memory,
         kernels=trace.kernels,
-        sent=Ledger(dict(LEDGER.entries)),
+        sent=TrafficCounter(dict(TRAFFIC_COUNTER.volumes)),
         trained_bytes=sum(trained),
         parameters=len(trained),
         parts=parts,
@@ -305,7 +305,7 @@ class _Towers(nn.Module):
 
 def _sharded(memory: dict[str, int], model: TwoTower, ranks: int) -> dict[str, int]:
     """FSDP2: a rank's part of weights, gradients and optimizer state, and three whole blocks in use."""
-    sizes = [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks(model)]
+    sizes = [sum(parameter.nbytes for parameter in block.parameters()) for block in repeated_blocks(model)]
     largest = max(sizes, default=memory["weights"])
     split = {part: -(-memory[part] // ranks) for part in ("weights", "gradients", "optimizer")}
     return memory | split | {"communication": memory["communication"] + 3 * largest}

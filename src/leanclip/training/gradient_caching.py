@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from leanclip.data import Batch
-from leanclip.distributed import reducing
+from leanclip.distributed import gradient_sync
 from leanclip.losses import LossOutput
 from leanclip.training.step_context import Pieces
 
@@ -23,7 +23,7 @@ def cached(pieces: Pieces, batch: Batch) -> LossOutput:
     states, embedded = [], []
     inputs = [(part.images, pieces.texts(part.tokens, part.lengths)) for part in parts]
     with torch.no_grad(), pieces.autocast:
-        for pair in pieces.norms.once(inputs):
+        for pair in pieces.norms.broadcast_from_first(inputs):
             states.append(RandomState.now(device))
             embedded.append(pieces.towers(*pair))
     image, text = (torch.cat(side).requires_grad_() for side in zip(*embedded, strict=True))
@@ -38,7 +38,7 @@ def cached(pieces: Pieces, batch: Batch) -> LossOutput:
     with pieces.norms.frozen():
         for number, (given, state, pulls) in enumerate(zip(inputs, states, gradients, strict=True), 1):
             state.restore(device)
-            with reducing(pieces.towers, number == len(parts)):
+            with gradient_sync(pieces.towers, number == len(parts)):
                 with pieces.autocast:
                     pair = pieces.towers(*given)
                 trained = [(side, pull) for side, pull in zip(pair, pulls, strict=True) if side.requires_grad]

@@ -13,7 +13,7 @@ from rich.console import Console
 from leanclip.checkpointing.checkpoint import Checkpoints, Position, set_aside, step_directories
 from leanclip.checkpointing.resume import LATEST, SavedRun, find_saved, settings
 from leanclip.data import Batch, BrokenCount, on_device
-from leanclip.distributed import LEDGER, Traffic, traffic
+from leanclip.distributed import TRAFFIC_COUNTER, Traffic, compare_traffic
 from leanclip.errors import UserError
 from leanclip.optim import scheduled, set_learning_rate
 from leanclip.runs.health import HealthCheck
@@ -106,7 +106,7 @@ def open_log(job: Job, directory: RunDirectory) -> MetricsLog | None:
         except OSError as error:
             raise UserError(f"cannot write {directory.metrics} ({error.strerror})") from error
 
-    job.ranks.once(open_it)
+    job.ranks.broadcast_from_first(open_it)
     return opened[0] if opened else None
 
 
@@ -224,7 +224,7 @@ class _Trainer:
         """What all processes met since the last time; too many broken samples end the run on all of them alike."""
         met, self.met = self.met, []
         try:
-            for everyones in self.job.ranks.everyones(met):
+            for everyones in self.job.ranks.all_gather_objects(met):
                 for entry in everyones:
                     self.broken.add(*entry)
         except UserError as error:
@@ -236,7 +236,7 @@ class _Trainer:
         assert optim.lr is not None
         self.lr = scheduled(optim, self.step, steps=job.steps, steps_per_epoch=job.loader.steps_per_epoch)
         set_learning_rate(job.optimizer, self.lr, peak=optim.lr)
-        LEDGER.clear()
+        TRAFFIC_COUNTER.clear()
         began = time.perf_counter()
         result = training_step(job.pieces, batch)
         if job.compiled and self.step == job.position.step:
@@ -273,7 +273,7 @@ class _Trainer:
         """Go back to the newest checkpoint, in this process, on all ranks alike. Says whether there is one."""
         job = self.job
         self.checkpoints.finish()
-        found = job.ranks.once(self.newest_checkpoint)
+        found = job.ranks.broadcast_from_first(self.newest_checkpoint)
         if found is None:
             return False
         saved = SavedRun.open(Path(found))
@@ -333,7 +333,7 @@ class _Trainer:
 
     def tell_traffic(self) -> None:
         """Once a run: what its loss sends in a step, beside what others would."""
-        self.sent = traffic(LEDGER, ranks=self.job.ranks.size)
+        self.sent = compare_traffic(TRAFFIC_COUNTER, ranks=self.job.ranks.size)
         if self.log is not None:
             with suppress(OSError):
                 self.directory.describe(communication=self.sent._asdict())
@@ -370,7 +370,7 @@ class _Trainer:
         """What the last step's loss sent, and the scale of its fp16 gradients."""
         found: dict[str, float] = {}
         if self.job.ranks.size > 1:
-            calls, size = LEDGER.of_loss()
+            calls, size = TRAFFIC_COUNTER.loss_total()
             found |= {"loss_collectives": calls, "loss_bytes": size}
         if self.job.pieces.scale.grows:
             found["loss_scale"] = self.job.pieces.scale.value

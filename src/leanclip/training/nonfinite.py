@@ -84,7 +84,7 @@ def diagnosis(pieces: Pieces, batch: Batch, norms: Mapping[str, float], facts: M
         **facts,
         "gradients": towers,
         "weights_not_finite": _broken_weights(pieces),
-        "sample_ids": pieces.ranks.everyones(batch.sample_ids.tolist()),
+        "sample_ids": pieces.ranks.all_gather_objects(batch.sample_ids.tolist()),
         "gradient_norms": dict(norms),
     }
 

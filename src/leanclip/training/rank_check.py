@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from leanclip.distributed import Launch, device_for, joined, whole
+from leanclip.distributed import Launch, device_for, full_tensor, process_group
 from leanclip.errors import UserError
 from leanclip.runs.config import TrainConfig
 from leanclip.training.setup import set_up
@@ -84,7 +84,9 @@ def _one(config: TrainConfig, launch: Launch, folder: Path) -> None:
     device = device_for(launch, config.run.device)
     config = replace(config, run=replace(config.run, device=device))
     try:
-        with joined(launch, torch.device(device), timeout=config.parallel.dist_timeout, always=config.parallel.fsdp):
+        with process_group(
+            launch, torch.device(device), timeout=config.parallel.dist_timeout, always=config.parallel.fsdp
+        ):
             torch.save(_two_steps(config), folder / f"{launch.rank}.pt")
     except UserError as error:
         (folder / f"error-{launch.rank}").write_text(str(error))
@@ -101,7 +103,9 @@ def _two_steps(config: TrainConfig) -> dict[str, Tensor]:
     def remember(*_: object) -> None:
         for name, parameter in named:
             if parameter.grad is not None:
-                found[f"gradient of {name.removeprefix('clip.')}"] = whole(parameter.grad).cpu().double().clone()
+                found[f"gradient of {name.removeprefix('clip.')}"] = (
+                    full_tensor(parameter.grad).cpu().double().clone()
+                )
 
     job.optimizer.register_step_pre_hook(remember)
     for group in job.optimizer.param_groups:
@@ -111,7 +115,7 @@ def _two_steps(config: TrainConfig) -> dict[str, Tensor]:
         job.loss.set_epoch(step, STEPS)
         result = training_step(job.pieces, next(batches).to(job.device, job.dtype))
         found[f"loss of step {step + 1}"] = result.loss.cpu().double()
-    state = {name: whole(value).cpu().double() for name, value in job.loss.state_dict().items()}
+    state = {name: full_tensor(value).cpu().double() for name, value in job.loss.state_dict().items()}
     return found | {f"the loss's {name}": value for name, value in state.items()}
 
 

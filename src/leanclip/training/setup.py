@@ -19,7 +19,7 @@ from leanclip.checkpointing.resume import AUTO, LATEST, SavedRun, find_saved
 from leanclip.checkpointing.state import RunState
 from leanclip.data import Datasets, Manifest, TrainingLoader, open_datasets, training_transform
 from leanclip.device import autocast_of, device_of
-from leanclip.distributed import Ranks, host_group, replicated, sharded
+from leanclip.distributed import Ranks, gloo_group, wrap_ddp, wrap_fsdp
 from leanclip.errors import UserError
 from leanclip.evaluation import RECALLS, LabelledSet, Prompts, labelled_sets, prompts_for, zero_shot_metrics
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
@@ -103,7 +103,9 @@ def _agree(config: TrainConfig, data: Datasets) -> None:
     manifest = data.train.source.manifest() or []
     seen = [(PurePath(str(entry["name"])).name, entry.get("count"), entry.get("size")) for entry in manifest]
     mine = {"settings": repr(told), "training data": f"{len(data.train.source)} samples {seen}"}
-    everyones = ranks.everyones({what: hashlib.sha256(value.encode()).hexdigest() for what, value in mine.items()})
+    everyones = ranks.all_gather_objects(
+        {what: hashlib.sha256(value.encode()).hexdigest() for what, value in mine.items()}
+    )
     for rank, theirs in enumerate(everyones):
         for what in mine:
             if theirs[what] != everyones[0][what]:
@@ -143,7 +145,7 @@ def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
         config = replace(config, run=replace(config.run, reset_loss_state=True))  # the next checkpoints know it, too
     zero_shot = _open_zero_shot(config)
     config = replace(
-        config, run=replace(config.run, name=ranks.once(lambda: config.run.name))
+        config, run=replace(config.run, name=ranks.broadcast_from_first(lambda: config.run.name))
     )  # it may hold the time
     run, optim, batch = config.run, config.optim, config.data.global_batch_size
     assert run.device is not None and batch is not None and run.name is not None
@@ -229,7 +231,7 @@ def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
             "batch normalisation needs two samples in every micro-batch; raise --micro-batch or the batch"
         )
     state = RunState(model=model, loss=loss, optimizer=optimizer, scale=pieces.scale, ema=ema, device=device)
-    group = host_group(ranks)
+    group = gloo_group(ranks)
     position = Position(step=0, epoch=0, epoch_step=0, samples=0, seconds=0.0, best=None)
     if saved is not None:
         saved.load(state, group, reset_loss=reset)
@@ -269,8 +271,8 @@ def _over_ranks(
             raise UserError(
                 f"--fsdp works with --opt {', '.join(SHARDED_OPTIMIZERS)}; {config.optim.opt} is not tested"
             )
-        return model, sharded(model, ranks, device, methods=("encode_image", "encode_text"))
-    return model, replicated(model, ranks, device)
+        return model, wrap_fsdp(model, ranks, device, methods=("encode_image", "encode_text"))
+    return model, wrap_ddp(model, ranks, device)
 
 
 def _parts(micro: int, ranks: Ranks, batch: int) -> int:
@@ -291,7 +293,7 @@ def _starting_point(config: TrainConfig, ranks: Ranks) -> tuple[Path | None, lis
         return None, []
     if run.resume in (AUTO, LATEST) and run.name is None:
         raise UserError(f"--resume {run.resume} goes on with the run of a name; give --name")
-    found = ranks.once(lambda: _found(str(run.resume), Path(run.logs) / str(run.name)))
+    found = ranks.broadcast_from_first(lambda: _found(str(run.resume), Path(run.logs) / str(run.name)))
     return None if found[0] is None else Path(found[0]), found[1]
 
 

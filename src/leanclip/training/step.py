@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leanclip.data import Batch
-from leanclip.distributed import whole
+from leanclip.distributed import full_tensor
 from leanclip.losses import LossOutput
 from leanclip.training.gradient_caching import cached
 from leanclip.training.nonfinite import gradient_norms
@@ -37,7 +37,7 @@ def training_step(pieces: Pieces, batch: Batch) -> StepResult:
     scale.remove([*pieces.parameters, *loss.parameters()])
     gradients = [parameter.grad for parameter in pieces.parameters if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
-    grad_norm = whole(norm)
+    grad_norm = full_tensor(norm)
     own = [parameter.grad for parameter in loss.parameters() if parameter.grad is not None]
     value = output.loss.detach()
     asked = [torch.isfinite(sum(own, grad_norm) + value)]

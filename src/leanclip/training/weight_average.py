@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from leanclip.distributed import forget_gathered
+from leanclip.distributed import reshard
 from leanclip.models import TwoTower
 
 RISE = 9  # the decay after n updates is at most (1 + n) / (1 + n + RISE)
@@ -56,7 +56,7 @@ class WeightEMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        forget_gathered(self._model)
+        reshard(self._model)
         for parameter, average in zip(_own(self._parameters), _own(self.averages), strict=True):
             kept = parameter.clone()
             parameter.copy_(average)
