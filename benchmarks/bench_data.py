@@ -39,7 +39,7 @@ from PIL import Image
 import leanclip
 from leanclip.data import Shards, TrainingLoader, index
 from leanclip.data.decode import Box, TrainingTransform, open_image, random_crop, resized_crop
-from leanclip.models.two_tower import create_tokenizer
+from leanclip.models import create_tokenizer
 
 sys.modules.setdefault("pandas", ModuleType("pandas"))  # for its CSV files alone, open_clip_train imports it
 import open_clip_train.data  # noqa: E402

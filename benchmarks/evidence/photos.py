@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from leanclip.data.datasets import BUNDLED
-from leanclip.models.two_tower import create_tokenizer
+from leanclip.models import create_tokenizer
 
 SIZE = 64
 CLASS_PROMPTS = ("a photo of a {}.", "a {}.", "a picture of a {} outside.", "a close up of a {}.")

@@ -10,6 +10,7 @@ from shard_files import picture
 
 from leanclip.cli import COMMANDS, main
 from leanclip.data.datasets import BUNDLED
+from refusal import refusal_code
 
 
 def complaint(arguments, capsys):
@@ -120,11 +121,11 @@ def test_a_checkpoint_of_another_model(capsys, tmp_path):
     capsys.readouterr()
     weights = tmp_path / "one/checkpoints/last/open_clip_model.safetensors"
     line = complaint(train("--name", "two", "--model", "RN50", "--pretrained", str(weights)), capsys)
-    assert "does not hold weights of RN50; give its own: --model " in line
-    own = line.partition("--model ")[2]
+    assert refusal_code(line) == "weights.other_model" and "RN50" in line
+    own = line.partition("--model ")[2].partition(" [")[0]
     finetune = ["train", "--recipe", "finetune", "--pretrained", str(tmp_path / "one"), "--logs", str(tmp_path)]
     line = complaint([*finetune, "--model", "ViT-B-32", "--dry-run"], capsys)
-    assert f"does not hold weights of ViT-B-32; give its own: --model {own}" in line and "Error" not in line
+    assert refusal_code(line) == "weights.other_model" and f"--model {own} " in line and "Error" not in line
     for command in (
         train("--name", "two", "--model", own, "--pretrained", str(weights), *arguments),
         [*finetune, "--name", "three", *arguments],  # a run brings its model
@@ -135,7 +136,7 @@ def test_a_checkpoint_of_another_model(capsys, tmp_path):
     capsys.readouterr()
     for given in (tmp_path / "one", weights):
         line = complaint(train("--name", "four", "--pretrained", str(given), "--force-quick-gelu"), capsys)
-        assert f"was trained with no QuickGELU; give its own: --model {own}" in line
+        assert refusal_code(line) == "weights.other_activation" and f"--model {own} " in line
     line = complaint(train("--name", "two", "--resume", str(tmp_path / "one"), "--loss", "siglip"), capsys)
     assert "one" in line
     other = ["--resume", "latest", "--logs", str(tmp_path), "--max-steps", "9", "--warmup", "0"]

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from tower_cases import FAMILIES, both_ways, captions, model_of
 
-from leanclip.models import two_tower
+from leanclip.models import model_config_of
 from leanclip.models.text_length import FEWER, MANY, STEPS, EndOfText, Texts, layout, rounded
 
 PADDED = {
@@ -61,7 +61,7 @@ def test_the_golden_families_of_open_clip_are_told_apart():
         "coca_ViT-B-32": False, "MobileCLIP-S1": False,
     }  # fmt: skip
     for name, yes in accepted.items():
-        config = two_tower.model_config_of(name)[1]
+        config = model_config_of(name)[1]
         text = config["text_cfg"] | {"context_length": 19, "vocab_size": 97, "width": 16, "heads": 2, "layers": 1}
         text.pop("hf_tokenizer_name", None)
         base = {"custom_text": True} if config.get("custom_text") else {}

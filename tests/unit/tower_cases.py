@@ -2,7 +2,8 @@
 
 import torch
 
-from leanclip.models.two_tower import TwoTower, _build
+from leanclip.models import TwoTower
+from leanclip.models.build import build_model
 
 VISION = {"image_size": 32, "layers": 2, "width": 24, "head_width": 8, "patch_size": 8}
 TEXT = {"context_length": 19, "vocab_size": 97, "width": 16, "heads": 2, "layers": 2}
@@ -31,7 +32,7 @@ def model_of(base, vision, text) -> TwoTower:
     torch.manual_seed(0)
     vision = {name: value for name, value in (VISION | vision).items() if value is not None}
     config = {"embed_dim": 12, "vision_cfg": vision, "text_cfg": TEXT | text} | base
-    return _build("small", config, None, {})
+    return build_model("small", config, None, {})
 
 
 def captions(rows=11, *, vocab=97, eos=96, length=19, longest=9):

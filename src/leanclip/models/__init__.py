@@ -1,24 +1,20 @@
-"""The models: open_clip's, behind a two-tower interface."""
+"""Models: open_clip's, behind a two-tower interface. Their public names."""
 
-from leanclip.models.caption_length import TokenCounter
+from leanclip.models.build import create_model, load_model
 from leanclip.models.config import ModelConfig
-from leanclip.models.two_tower import (
-    CONFIG_FILE,
+from leanclip.models.open_clip_api import (
     PROMPT_SETS,
-    WEIGHTS_FILE,
-    TwoTower,
-    create_model,
     imagenet_classnames,
     is_model_name,
     is_resnet,
-    load_model,
     model_config_of,
     named_architecture,
     prompt_templates,
-    saved_architecture,
-    with_temperature,
 )
+from leanclip.models.tokenizer import TokenCounter, create_tokenizer
+from leanclip.models.two_tower import TwoTower
 from leanclip.models.untrusted import read_torch_file
+from leanclip.models.weights import CONFIG_FILE, WEIGHTS_FILE, saved_architecture, with_temperature
 
 __all__ = [
     "CONFIG_FILE",
@@ -28,6 +24,7 @@ __all__ = [
     "TokenCounter",
     "TwoTower",
     "create_model",
+    "create_tokenizer",
     "imagenet_classnames",
     "is_model_name",
     "is_resnet",

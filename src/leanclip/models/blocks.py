@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from leanclip.models.kernel_barriers import mend_compiled_kernels
+from leanclip.models.open_clip_api import CustomResidualAttentionBlock, ResidualAttentionBlock
 from leanclip.ops.attention import Packing, packed_attention, row_attention
 
 RECOMPILES = 64  # towers x last block or not x with gradient or not x sizes, of one function
@@ -35,6 +36,29 @@ class Block(nn.Module):
         if read is None:
             return super().forward(x, *others, **named)
         return (compiled_block() if self.compiled and self.training else run_block)(self, x, packing, read)
+
+
+class OwnBlock(Block, ResidualAttentionBlock):
+    pass
+
+
+class OwnCustomBlock(Block, CustomResidualAttentionBlock):
+    pass
+
+
+OWN_BLOCKS = {ResidualAttentionBlock: OwnBlock, CustomResidualAttentionBlock: OwnCustomBlock}
+
+
+def adopt_blocks(transformer: Any) -> bool:
+    """Make a transformer's blocks run by `run_block`; False if one is of a type that cannot."""
+    blocks = list(transformer.resblocks)
+    if not all(type(block) in OWN_BLOCKS and not hasattr(block, "ln_1_kv") for block in blocks):
+        return False
+    if any(getattr(block.attn, "logit_scale", None) is not None for block in blocks):
+        return False  # cosine attention
+    for block in blocks:
+        block.__class__ = OWN_BLOCKS[type(block)]
+    return True
 
 
 def run_block(block: Any, x: Tensor, packing: Packing | None, read: Any) -> Tensor:

@@ -13,7 +13,9 @@ from torch import Tensor
 from leanclip.errors import UserError
 from leanclip.filesystem import put_back, remove, replace_directory
 from leanclip.models import transformers_clip
-from leanclip.models.two_tower import TwoTower, architecture_name, loading_options, model_from_file
+from leanclip.models.build import build_model
+from leanclip.models.open_clip_api import PreprocessCfg, architecture_name
+from leanclip.models.two_tower import TwoTower
 
 TOLERANCE = 1e-5  # of every entry of a unit vector
 SUFFIXES = (".safetensors", ".pt")
@@ -49,7 +51,7 @@ def export_open_clip(model: TwoTower, out: Path, *, overwrite: bool = False) -> 
             torch.save({"state_dict": weights}, temporary)
         else:
             save_file(weights, temporary, metadata={"format": "pt"})
-        again = model_from_file(model.config, temporary, model.open_clip_config()["preprocess_cfg"]).eval()
+        again = build_model(out.name, model.config, temporary, model.open_clip_config()["preprocess_cfg"]).eval()
         difference = _difference(
             model, again.encode_image, lambda texts: again.encode_text(again.tokenizer(texts)), str(out)
         )
@@ -61,7 +63,7 @@ def export_open_clip(model: TwoTower, out: Path, *, overwrite: bool = False) -> 
             architecture.write_text(json.dumps(model.config, indent=1) + "\n")
             files.append(architecture)
         name, before = out.stem, f"open_clip.add_model_config({str(architecture)!r})\n"
-    options = {"pretrained": str(out)} | loading_options(model.preprocess)
+    options = {"pretrained": str(out)} | _loading_options(model.preprocess)
     arguments = ", ".join([repr(name), *(f"{key}={value!r}" for key, value in options.items())])
     load = f"{before}model, _, preprocess = open_clip.create_model_and_transforms({arguments})"
     return Exported(files=files, load=f"import open_clip\n{load}", difference=difference)
@@ -76,7 +78,10 @@ def export_transformers(model: TwoTower, out: Path, card: Callable[[], str]) -> 
     remove(temporary)  # of a process that was killed
     _make(temporary)
     try:
-        transformers_clip.save(model, temporary)
+        config = model.open_clip_config()
+        transformers_clip.save(
+            temporary, model.clip.state_dict(), config["model_cfg"], config["preprocess_cfg"], model.tokenizer
+        )
         again = transformers_clip.Loaded(temporary)
         difference = _difference(model, again.images, again.texts, str(out))
         (temporary / "README.md").write_text(card())
@@ -112,6 +117,16 @@ def _difference(
             f"{out} was not written: its embeddings differ from ours by {found:.2g}, more than {TOLERANCE}"
         )
     return found
+
+
+def _loading_options(preprocess: PreprocessCfg) -> dict[str, Any]:
+    """The preprocessing arguments that open_clip needs: they are not saved with the weights."""
+    options = {}
+    for name in ("mean", "std", "interpolation", "resize_mode"):
+        value, default = getattr(preprocess, name), getattr(PreprocessCfg(), name)
+        if tuple(value) != tuple(default):
+            options[f"image_{name}"] = value
+    return options
 
 
 def _holds(path: Path, config: dict[str, Any]) -> bool:

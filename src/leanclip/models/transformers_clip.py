@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from leanclip.errors import UserError
-from leanclip.models.two_tower import TwoTower
 
 # What the configuration may hold beside these must be at its neutral value, or CLIPModel computes something else.
 VISION_SHAPE = {"layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size"}
@@ -82,17 +81,21 @@ def unsupported(config: dict[str, Any], preprocess: dict[str, Any]) -> str | Non
     return None
 
 
-def save(model: TwoTower, directory: Path) -> None:
+def save(
+    directory: Path, weights: dict[str, Tensor], config: dict[str, Any], preprocess: dict[str, Any], tokenizer: Any
+) -> None:
     """Write configuration, weights, tokenizer and image processor for `CLIPModel.from_pretrained(directory)`."""
     transformers = _transformers()
-    preprocess = model.open_clip_config()["preprocess_cfg"]
-    if reason := unsupported(model.config, preprocess):
-        raise UserError(f"transformers' CLIPModel cannot be this model: {reason}; use --format open_clip")
+    if reason := unsupported(config, preprocess):
+        raise UserError(
+            f"transformers' CLIPModel cannot be this model: {reason}; use --format open_clip",
+            code="export.unsupported_model",
+        )
     with _quiet(transformers):
-        clip = transformers.CLIPModel(transformers.CLIPConfig(**_config(model.config)))
-        clip.load_state_dict(renamed(model.clip.state_dict()), strict=True)
+        clip = transformers.CLIPModel(transformers.CLIPConfig(**_config(config)))
+        clip.load_state_dict(renamed(weights), strict=True)
         clip.save_pretrained(directory)
-        _tokenizer(transformers, model).save_pretrained(directory)
+        _tokenizer(transformers, config, tokenizer).save_pretrained(directory)
         _image_processor(transformers, preprocess).save_pretrained(directory)
 
 
@@ -168,13 +171,12 @@ def _config(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tokenizer(transformers: Any, model: TwoTower) -> Any:
-    """CLIPTokenizer from the vocabulary that open_clip brings along."""
-    ours: Any = model.tokenizer
+def _tokenizer(transformers: Any, config: dict[str, Any], tokenizer: Any) -> Any:
+    """CLIPTokenizer with the vocabulary of open_clip's tokenizer."""
     return transformers.CLIPTokenizer(
-        vocab={SPECIAL.get(token, token): number for token, number in ours.encoder.items()},
-        merges=list(ours.bpe_ranks),
-        model_max_length=model.config["text_cfg"].get("context_length", 77),
+        vocab={SPECIAL.get(token, token): number for token, number in tokenizer.encoder.items()},
+        merges=list(tokenizer.bpe_ranks),
+        model_max_length=config["text_cfg"].get("context_length", 77),
     )
 
 

@@ -9,8 +9,7 @@ import torch
 
 from leanclip.data import Shards
 from leanclip.data.datasets import BUNDLED
-from leanclip.models.cached_tokenizer import Words
-from leanclip.models.two_tower import _faster, create_tokenizer
+from leanclip.models.tokenizer import CachedEncoder, create_tokenizer, with_cache
 
 TEXTS = (
     "", "   ", "A dog.", "two  dogs\tand a\ncat ", "it's they're I'VE don't", "a&amp;b", "fish &amp;amp; chips",
@@ -61,16 +60,16 @@ def test_of_the_bundled_captions(both):
 
 def test_it_travels_to_other_processes_and_forgets_what_is_too_much(both, monkeypatch):
     ours, theirs = both
-    assert isinstance(ours.encode, Words)
+    assert isinstance(ours.encode, CachedEncoder)
     there = pickle.loads(pickle.dumps(ours))
     assert there.encode("a dog") == theirs.encode("a dog")
-    monkeypatch.setattr("leanclip.models.cached_tokenizer.MOST", 2)
-    few = Words(ours)
+    monkeypatch.setattr("leanclip.models.tokenizer.CACHED_WORDS", 2)
+    few = CachedEncoder(ours)
     assert few("one two three two one three") == theirs.encode("one two three two one three")
-    assert len(few.known) == 2
+    assert len(few.cache) == 2
 
 
 def test_others_are_left_alone():
     """Such as one that leaves punctuation out."""
     tokenizer = open_clip.tokenizer.SimpleTokenizer(clean="canonicalize")
-    assert _faster(tokenizer) is tokenizer and not isinstance(tokenizer.encode, Words)
+    assert with_cache(tokenizer) is tokenizer and not isinstance(tokenizer.encode, CachedEncoder)

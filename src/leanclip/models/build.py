@@ -1,0 +1,96 @@
+"""Models from their configuration, and from what a run saved."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from leanclip.errors import UserError
+from leanclip.models.config import ModelConfig
+from leanclip.models.open_clip_api import model_config_of, open_clip, registered
+from leanclip.models.tokenizer import registered_tokenizer
+from leanclip.models.two_tower import TwoTower
+from leanclip.models.untrusted import without_code
+from leanclip.models.weights import CONFIG_FILE, WEIGHTS_FILE, load_weights, pretrained_weights
+
+
+def create_model(
+    config: ModelConfig, *, siglip: bool = False, double: bool = False, shapes_only: bool = False
+) -> TwoTower:
+    """Build the model on the CPU. For siglip it starts at tau 0.1 and bias -10, as open_clip's does.
+
+    `double` makes it float64 before weights are loaded, so that those of a float64 run are restored exactly.
+    With `shapes_only` it is built on the meta device, without weights, in no time.
+    """
+    assert config.model is not None
+    name, architecture = model_config_of(config.model)
+    siglip_start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
+    architecture = _with_overrides(siglip_start | architecture, config, name)
+    if shapes_only:
+        with torch.device("meta"):
+            return build_model(name, architecture, None, config.preprocess, double=double, device="meta")
+    weights, preprocess = pretrained_weights(config)
+    return build_model(name, architecture, weights, preprocess | config.preprocess, double=double)
+
+
+def _with_overrides(architecture: dict[str, Any], config: ModelConfig, name: str) -> dict[str, Any]:
+    """The architecture with the --force flags applied."""
+    vision, text = architecture["vision_cfg"], architecture["text_cfg"]
+    if config.force_image_size is not None:
+        if "timm_model_name" in vision:
+            raise UserError(
+                f"--force-image-size does not work with {name}: its image tower has one size",
+                code="model.unsupported_option",
+            )
+        vision["image_size"] = config.force_image_size
+    if config.force_context_length is not None:
+        text["context_length"] = config.force_context_length
+    if config.force_patch_dropout is not None:
+        if not isinstance(vision.get("layers"), int):
+            raise UserError(
+                f"--force-patch-dropout does not work with {name}: its image tower has no patches to drop",
+                code="model.unsupported_option",
+            )
+        vision["patch_dropout"] = config.force_patch_dropout
+    forced = {"quick_gelu": config.force_quick_gelu, "custom_text": config.force_custom_text}
+    return architecture | {key: True for key, value in forced.items() if value}
+
+
+def load_model(directory: Path) -> TwoTower:
+    """The model saved in a checkpoint directory."""
+    try:
+        saved = json.loads((directory / CONFIG_FILE).read_text())
+        config, preprocess = dict(saved["model_cfg"]), dict(saved["preprocess_cfg"])
+        config |= {"vision_cfg": dict(config["vision_cfg"]), "text_cfg": dict(config["text_cfg"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{directory / CONFIG_FILE} does not describe a model ({type(error).__name__})", code="model.bad_config"
+        ) from error
+    return build_model(str(directory), config, directory / WEIGHTS_FILE, preprocess)
+
+
+def build_model(
+    name: str,
+    config: dict[str, Any],
+    weights: Path | None,
+    preprocess: dict[str, Any],
+    *,
+    double: bool = False,
+    device: str = "cpu",
+) -> TwoTower:
+    """The model of an open_clip config, with the weights of a file or random ones."""
+    with registered(config) as registered_name:
+        try:
+            clip = open_clip.create_model(
+                registered_name, device=device, force_preprocess_cfg=preprocess, pretrained_text=False
+            )
+            tokenizer = registered_tokenizer(registered_name)
+        except (OSError, ValueError, TypeError, KeyError) as error:  # not a model's config, or one with code
+            raise UserError(f"cannot build {name}: {without_code(error)}", code="model.bad_config") from error
+    if double:
+        clip = clip.double()
+    if weights is not None:
+        load_weights(clip, weights, name, config)
+    return TwoTower(clip, name, config, tokenizer)

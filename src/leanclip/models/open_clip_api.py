@@ -1,0 +1,119 @@
+"""open_clip's library, architectures and prompts. The only module that imports open_clip."""
+
+import difflib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import open_clip
+from open_clip.tokenizer import SimpleTokenizer, get_clean_fn
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from open_clip.transformer import CustomResidualAttentionBlock, ResidualAttentionBlock, VisionTransformer
+from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
+
+from leanclip.errors import UserError
+from leanclip.models.transformers_clip import never_run_code
+from leanclip.models.untrusted import check_architecture
+
+__all__ = [
+    "CustomResidualAttentionBlock",
+    "PreprocessCfg",
+    "ResidualAttentionBlock",
+    "SimpleTokenizer",
+    "VisionTransformer",
+    "get_clean_fn",
+    "image_transform_v2",
+    "open_clip",
+]
+
+PROMPT_SETS = {"openai": OPENAI_IMAGENET_TEMPLATES, "simple": SIMPLE_IMAGENET_TEMPLATES}
+
+for _path in sorted((Path(__file__).parent / "configs").glob("*.json")):
+    open_clip.add_model_config(_path)
+
+
+def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
+    """The name and the open_clip config of a model: of a name, or of the path of a config file."""
+    if model.endswith(".json"):
+        return Path(model).stem, _read_config(Path(model))
+    config = open_clip.get_model_config(model)
+    if config is None:
+        near = difflib.get_close_matches(model, open_clip.list_models(), n=3, cutoff=0.4)
+        raise UserError(
+            f"unknown model {model!r}; nearest: {', '.join(near)} (or give the path of a config .json)",
+            code="model.unknown",
+        )
+    return model, config
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"no such model config file: {path}", code="model.config_not_found")
+    try:
+        config = json.loads(path.read_text())
+        config = config.get("model_cfg", config)
+        missing = {"embed_dim", "vision_cfg", "text_cfg"} - set(config)
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path} is not an open_clip model config ({error})", code="model.bad_config") from error
+    if missing:
+        raise UserError(
+            f"{path} is not an open_clip model config: it lacks {', '.join(sorted(missing))}", code="model.bad_config"
+        )
+    return config
+
+
+def is_model_name(name: str) -> bool:
+    return name in open_clip.list_models()
+
+
+def is_resnet(model: str) -> bool:
+    """Whether the image tower is one of CLIP's ResNets, which were trained with other optimizer settings."""
+    return isinstance(model_config_of(model)[1]["vision_cfg"].get("layers"), list)
+
+
+def architecture_name(config: dict[str, Any]) -> str | None:
+    """The name under which an unmodified open_clip has this architecture, or None."""
+    config = json.loads(json.dumps(config))
+    paths = sorted((Path(open_clip.__file__).parent / "model_configs").glob("*.json"))
+    return next((path.stem for path in paths if json.loads(path.read_text()) == config), None)
+
+
+def named_architecture(path: Path, candidates: Sequence[str]) -> str:
+    """A model name for the architecture of a config file: a candidate, else open_clip's name, else the path."""
+    config = model_config_of(str(path))[1]
+    for name in candidates:
+        with suppress(UserError):  # a config file that has been moved
+            if model_config_of(name)[1] == config:
+                return name
+    return architecture_name(config) or str(path)
+
+
+@contextmanager
+def registered(config: dict[str, Any]) -> Iterator[str]:
+    """A name of this config inside the block: open_clip builds registered architectures only."""
+    check_architecture(config, "the model's config")
+    if {"hf_model_name", "hf_tokenizer_name"} & set(config["text_cfg"]):
+        never_run_code()
+    name = "leanclip-current"
+    open_clip.factory._MODEL_CONFIGS[name] = config
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)  # open_clip reports its progress on the root logger
+    try:
+        yield name
+    finally:
+        root.setLevel(level)
+        del open_clip.factory._MODEL_CONFIGS[name]
+
+
+def prompt_templates(name: str) -> tuple[str, ...]:
+    """One of open_clip's sets of prompts, with {} for the name of the class."""
+    return tuple(template("{}") for template in PROMPT_SETS[name])
+
+
+def imagenet_classnames() -> tuple[str, ...]:
+    """open_clip's names of ImageNet's 1,000 classes, in the order of their WordNet ids."""
+    return tuple(IMAGENET_CLASSNAMES)

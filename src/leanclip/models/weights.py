@@ -1,0 +1,116 @@
+"""Weights of open_clip models: which file --pretrained names, and how it is loaded."""
+
+import difflib
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leanclip.errors import UserError
+from leanclip.models.config import ModelConfig
+from leanclip.models.open_clip_api import PreprocessCfg, model_config_of, named_architecture, open_clip
+from leanclip.models.untrusted import check_weights
+
+WEIGHTS_FILE = "open_clip_model.safetensors"  # the two names that open_clip looks for in a `local-dir:`
+CONFIG_FILE = "open_clip_config.json"
+PREPROCESS_FIELDS = {field.name for field in fields(PreprocessCfg)}
+
+
+def saved_weights(path: Path) -> Path | None:
+    """The directory of the weights of a run or a checkpoint directory, if it is one."""
+    directories = (path, path / "checkpoints" / "last")
+    return next((directory for directory in directories if (directory / WEIGHTS_FILE).is_file()), None)
+
+
+def saved_architecture(path: Path) -> Path | None:
+    """The config beside the weights of a run or a checkpoint directory, if it is one."""
+    directory = saved_weights(path)
+    return None if directory is None or not (directory / CONFIG_FILE).is_file() else directory / CONFIG_FILE
+
+
+def pretrained_weights(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
+    """The weights file that --pretrained names, and the preprocessing it was trained with, as far as recorded."""
+    if config.pretrained is None:
+        return None, {}
+    path = Path(config.pretrained)
+    if path.is_dir():
+        if (directory := saved_weights(path)) is not None:
+            return directory / WEIGHTS_FILE, _saved_preprocessing(directory)
+        raise UserError(
+            f"no weights in {path}: expected {WEIGHTS_FILE} there or in its checkpoints/last",
+            code="weights.not_found",
+        )
+    return (path, {}) if path.is_file() else _downloaded(config, config.pretrained)
+
+
+def _saved_preprocessing(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG_FILE
+    saved = json.loads(path.read_text()).get("preprocess_cfg", {}) if path.is_file() else {}
+    return {key: value for key, value in saved.items() if key in PREPROCESS_FIELDS and key != "size"}
+
+
+def _downloaded(config: ModelConfig, tag: str) -> tuple[Path, dict[str, Any]]:
+    """The weights of one of open_clip's tags."""
+    assert config.model is not None
+    tags = open_clip.list_pretrained_tags_by_model(config.model)
+    if tag not in tags:
+        near = difflib.get_close_matches(tag, tags, n=3) or tags[:3]
+        raise UserError(
+            f"--pretrained {tag}: no such file, and no open_clip tag of {config.model}"
+            + (f" (nearest: {', '.join(near)})" if near else " (it has none)"),
+            code="weights.not_found",
+        )
+    settings = open_clip.get_pretrained_cfg(config.model, tag)
+    quick_gelu = settings.get("quick_gelu", False)
+    if quick_gelu != (model_config_of(config.model)[1].get("quick_gelu", False) or config.force_quick_gelu):
+        model = f"{config.model}-quickgelu" if quick_gelu else config.model.removesuffix("-quickgelu")
+        raise _other_activation(tag, quick_gelu, model)
+    try:
+        path = Path(open_clip.download_pretrained(settings))
+    except Exception as error:  # of many types, with one remedy
+        raise UserError(
+            f"could not download {config.model} {tag} ({type(error).__name__}); "
+            "download the weights by hand and give the file to --pretrained",
+            code="weights.download_failed",
+        ) from error
+    return path, {key: value for key, value in settings.items() if key in PREPROCESS_FIELDS}
+
+
+def load_weights(clip: Any, path: Path, name: str, config: dict[str, Any]) -> None:
+    """Load a file of weights into an open_clip model of this architecture."""
+    check_weights(path)
+    saved = path.parent / CONFIG_FILE
+    saved_config = model_config_of(str(saved))[1] if saved.is_file() else config
+    quick_gelu = bool(saved_config.get("quick_gelu"))
+    if quick_gelu != bool(config.get("quick_gelu")):  # the weights would load, and compute something else
+        raise _other_activation(path, quick_gelu, named_architecture(saved, ()))
+    try:
+        open_clip.load_checkpoint(clip, str(path), weights_only=True)
+    except Exception as error:  # of many types, with one remedy
+        refusal = f"{path} does not hold weights of {name}"
+        if saved_config == config:
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            remedy = f" ({reason}); give the --model that they belong to"
+        else:
+            remedy = f"; use --model {named_architecture(saved, ())}"
+        raise UserError(
+            refusal + remedy,
+            code="weights.other_model",
+        ) from error
+
+
+def _other_activation(weights: object, quick_gelu: bool, model: str) -> UserError:
+    trained = f"{weights} was trained with{'' if quick_gelu else 'out'} QuickGELU"
+    return UserError(f"{trained}; use --model {model}", code="weights.other_activation")
+
+
+def with_temperature(weights: dict[str, Tensor], tau: Tensor, bias: Tensor | None) -> dict[str, Tensor]:
+    """An open_clip state dict with the loss's temperature and bias in it."""
+    scale = weights["logit_scale"]
+    filled = {"logit_scale": tau.log().neg().to(scale.dtype).expand_as(scale).clone()}
+    if "logit_bias" in weights:
+        filled["logit_bias"] = (torch.zeros(()) if bias is None else bias).to(scale.dtype).expand_as(scale).clone()
+    return weights | filled
