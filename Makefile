@@ -3,24 +3,37 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 READY_DEV := .venv/.ready-dev
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all pytest lint docs wheel bench clean
 
 demo: $(READY) ## Train on the bundled emoji on CPU, evaluate, write the report
 	$(BIN)/leanclip train --recipe demo --name demo --overwrite
 	$(BIN)/leanclip evaluate logs/demo
 	$(BIN)/leanclip report logs/demo
 
-test: $(READY_DEV) lint ## What CI runs
+test: lint docs pytest ## What CI runs
+
+pytest: $(READY_DEV)
 	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-test-all: $(READY_DEV) lint ## The same and the long jobs, with coverage
+test-all: $(READY_DEV) lint docs ## The same and the long jobs, with coverage
 	$(BIN)/pytest --cov --cov-report=term:skip-covered -q -m ""
 
 lint: $(READY_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+docs: $(READY_DEV) ## The documentation as a site in build/site; a broken link fails
+	$(BIN)/mkdocs build --strict --quiet
+
+wheel: $(READY_DEV) ## Build the wheel, install it into an empty environment and train with it
+	rm -rf dist build/wheel-test
+	$(BIN)/python -m build --wheel
+	$(PYTHON) -m venv build/wheel-test
+	build/wheel-test/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build && wheel-test/bin/leanclip train --recipe demo --max-steps 10 --name wheel --overwrite
 
 bench: $(READY_DEV) ## The benchmarks that a CPU can run; the results go to benchmarks/results
 	$(BIN)/python benchmarks/bench_losses_on_emoji.py
@@ -30,9 +43,9 @@ clean: ## Remove the environment, caches and logs
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(PIP) -e .
 	touch $@
 
 $(READY_DEV): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) -e '.[dev]'
 	touch $@
