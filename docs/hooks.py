@@ -1,9 +1,14 @@
-"""Links that leave docs/ (a CSV, a source file) lead to the repository; images outside docs/ are copied into the site."""
+"""What mkdocs does not do by itself.
+
+Links that leave docs/ (to a CSV, a source file) lead to the repository, images outside docs/ are copied into the
+site, and the import graph is drawn from the source.
+"""
 
 import re
 from pathlib import Path
 from typing import Any
 
+from import_graph import draw
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -11,6 +16,11 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)")
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    files.append(File.generated(config, "images/imports.svg", content=draw()))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files, **_: Any) -> str:

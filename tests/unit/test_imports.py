@@ -1,8 +1,9 @@
-"""Imports point one way: a short walk over the source that fails on an arrow the wrong way."""
+"""Imports point one way and form no cycle, lazy imports included."""
 
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -41,12 +42,12 @@ ONE_DOOR = {
 
 
 def imported(path: Path) -> list[str]:
+    """Every imported name, lazy and type-checking imports included."""
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names.append(node.module)
             names += [f"{node.module}.{alias.name}" for alias in node.names]
     return names
 
@@ -54,32 +55,77 @@ def imported(path: Path) -> list[str]:
 def wrong_arrows(source: Path) -> list[str]:
     wrong = []
     for path in sorted(source.rglob("*.py")):
-        own = path.relative_to(source).parts[0].removesuffix(".py")
+        importer = path.relative_to(source).parts[0].removesuffix(".py")
         for name in imported(path):
             package, _, rest = name.partition(".")
             target = rest.partition(".")[0]
-            if package != source.name or target not in RANK or own in ENTRY or target == own:
+            if package != source.name or target not in RANK or importer in ENTRY or target == importer:
                 continue
-            assert own in RANK, f"{own} has no place in TIERS"
-            if RANK[target] <= RANK[own]:
+            assert importer in RANK, f"{importer} has no place in TIERS"
+            if RANK[target] <= RANK[importer]:
                 wrong.append(f"{path.relative_to(source)} imports {name}")
     return wrong
+
+
+def module_graph(source: Path) -> dict[str, set[str]]:
+    """The modules that each module imports; `from package import module` is an import of the module."""
+    paths = {
+        ".".join((source.name, *path.relative_to(source).with_suffix("").parts)).removesuffix(".__init__"): path
+        for path in source.rglob("*.py")
+    }
+    graph: dict[str, set[str]] = {module: set() for module in paths}
+    for module, path in paths.items():
+        for name in imported(path):
+            target = name if name in paths else name.rpartition(".")[0]
+            if target in paths and target != module:
+                graph[module].add(target)
+    return graph
 
 
 def test_imports_point_down():
     assert wrong_arrows(SOURCE) == []
 
 
-def test_a_wrong_import_is_found(tmp_path):
-    package = tmp_path / "leanclip"
-    (package / "ops").mkdir(parents=True)
-    (package / "ops" / "tiled.py").write_text("from leanclip.losses import create_loss\n")
-    (package / "data").mkdir()
-    (package / "data" / "loader.py").write_text("import torch\nfrom leanclip.errors import UserError\n")
-    assert wrong_arrows(package) == [
-        "ops/tiled.py imports leanclip.losses",
-        "ops/tiled.py imports leanclip.losses.create_loss",
-    ]
+def test_there_is_no_module_cycle():
+    try:
+        TopologicalSorter(module_graph(SOURCE)).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def write_package(folder: Path, **modules: str) -> Path:
+    package = folder / "leanclip"
+    for name, text in modules.items():
+        path = package / f"{name.replace('__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return package
+
+
+@pytest.mark.parametrize(
+    ("importer", "line"),
+    [
+        ("ops__tiled", "from leanclip.losses import create_loss"),
+        ("training__loop", "from leanclip.planning.step_trace import tracing"),
+        ("checkpointing__state", "def f():\n    from leanclip.training.step import training_step"),
+        ("runs__metrics", "from leanclip.checkpointing import storage"),
+        ("data__index", "from leanclip.packing.pack import pack"),
+        ("data__loader", "import leanclip.evaluation.embed"),
+        ("filesystem", "from leanclip.distributed import Ranks"),
+    ],
+)
+def test_a_wrong_arrow_is_reported(tmp_path, importer, line):
+    right = "import torch\nfrom leanclip.errors import UserError\n"
+    assert wrong_arrows(write_package(tmp_path, **{importer: right})) == []
+    wrong = wrong_arrows(write_package(tmp_path, **{importer: right + line}))
+    assert len(wrong) == 1 and wrong[0].startswith(importer.replace("__", "/"))
+
+
+def test_a_cycle_behind_lazy_imports_is_reported(tmp_path):
+    lazy = "def f():\n    from leanclip.models import build\n"
+    package = write_package(tmp_path, models__build="from leanclip.models.weights import w", models__weights=lazy)
+    with pytest.raises(CycleError):
+        TopologicalSorter(module_graph(package)).prepare()
 
 
 def test_third_party_libraries_enter_through_one_module():
