@@ -22,7 +22,7 @@ from leanclip.data import Batch
 from leanclip.models import ModelConfig, TwoTower, create_model
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 RESULTS = Path(__file__).parent / "results" / "micro_batch.csv"
 WORDS = "a photograph of two small brown dogs that play with an old red ball on the wet green grass"
@@ -58,15 +58,17 @@ def measure(
     optimizer = create_optimizer(config, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     parts = 1 if micro is None else -(-batch // micro)
-    pieces = Pieces(towers=model, loss=loss, optimizer=optimizer, batch=batch, parts=parts, autocast=autocast)
+    context = StepContext(
+        towers=model, loss=loss, optimizer=optimizer, global_batch=batch, micro_batches=parts, autocast=autocast
+    )
     data = synthetic(model, batch, device)
-    training_step(pieces, data)
+    training_step(context, data)
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     for _ in range(steps):
-        result = training_step(pieces, data)
+        result = training_step(context, data)
         assert not result.skipped and torch.isfinite(result.loss)  # waits for the device
     if device.type == "cuda":
         torch.cuda.synchronize()

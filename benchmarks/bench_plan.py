@@ -35,10 +35,10 @@ from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.planning.gpu_model import Card, calibrated, card_named, read_card, write_card
 from leanclip.planning.step_prediction import caption_lengths, predict_step
 from leanclip.runs.config import ParallelConfig, RunConfig, TrainConfig
-from leanclip.training.cuda_graph import Recorder
-from leanclip.training.model_setup import build_towers, records
+from leanclip.training.cuda_graph import CudaGraphs
+from leanclip.training.model_setup import build_model, uses_cuda_graph
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "plan.csv"
@@ -153,10 +153,10 @@ def synthetic(model: TwoTower, batch: int, device: torch.device) -> Batch:
     )
 
 
-def steps_of(case: Case, device: torch.device) -> tuple[Pieces, Batch]:
+def steps_of(case: Case, device: torch.device) -> tuple[StepContext, Batch]:
     torch.manual_seed(0)
     config = case.config()
-    model = build_towers(config).to(device).train()
+    model = build_model(config).to(device).train()
     if case.compile == "on":
         model.compile_towers()
     loss = loss_from_config(case.loss, config.loss, num_samples=SAMPLES).to(device)
@@ -164,17 +164,19 @@ def steps_of(case: Case, device: torch.device) -> tuple[Pieces, Batch]:
     optimizer = create_optimizer(config.optim, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
     autocast = torch.autocast("cuda", torch.bfloat16)
     one = Ranks(0, 1, None)
-    recorder = Recorder(model, autocast) if case.parts == 1 and records(config, model, one, device) else None
-    pieces = Pieces(
-        towers=model, loss=loss, optimizer=optimizer, batch=case.batch, parts=case.parts, autocast=autocast,
-        texts=model.texts, recorder=recorder,
+    recorder = (
+        CudaGraphs(model, autocast) if case.parts == 1 and uses_cuda_graph(config, model, one, device) else None
+    )
+    context = StepContext(
+        towers=model, loss=loss, optimizer=optimizer, global_batch=case.batch, micro_batches=case.parts,
+        autocast=autocast, texts=model.texts, cuda_graphs=recorder,
     )  # fmt: skip
-    return pieces, synthetic(model, case.batch, device)
+    return context, synthetic(model, case.batch, device)
 
 
 def measure(case: Case, device: torch.device) -> tuple[float, float]:
-    pieces, data = steps_of(case, device)
-    training_step(pieces, data)
+    context, data = steps_of(case, device)
+    training_step(context, data)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     peak, each = 0.0, 0.0
@@ -182,7 +184,7 @@ def measure(case: Case, device: torch.device) -> tuple[float, float]:
         count = count or max(2, min(50, round(1 / each)))
         began = time.perf_counter()
         for _ in range(count):
-            assert not training_step(pieces, data).skipped
+            assert not training_step(context, data).skipped
         torch.cuda.synchronize()
         each = (time.perf_counter() - began) / count
         peak = torch.cuda.max_memory_allocated() / 2**30

@@ -42,7 +42,7 @@ def take(job: Job, batch: Batch, steps: int) -> None:
     for _ in range(steps):
         draw = torch.randint(len(job.data.train.source), (len(batch),))
         ids = Batch(images=batch.images, tokens=batch.tokens, sample_ids=draw).to(job.device, job.dtype)
-        assert not training_step(job.pieces, ids).skipped
+        assert not training_step(job.context, ids).skipped
 
 
 def seconds(job: Job, began: float) -> float:
@@ -54,7 +54,7 @@ def seconds(job: Job, began: float) -> float:
 def measure(values: dict[str, object], steps: int, save_every: int) -> dict[str, object]:
     job = set_up(override(TrainConfig(), values, "benchmark"))
     job.model.train()
-    job.loss.set_epoch(0, 1)
+    job.context.loss.set_epoch(0, 1)
     batch = first_batch(job)
     take(job, batch, 3)  # warms up, compiles, and fills the optimizer's state
     began = time.perf_counter()

@@ -18,7 +18,7 @@ from leanclip.data import Batch
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 RESULTS = Path(__file__).parent / "results" / "state.csv"
 
@@ -64,8 +64,8 @@ def step_time(name: str, model_name: str, batch: int, samples: int, device: torc
         sample_ids=torch.randperm(samples if samples < 10**6 else 10**6)[:batch],
     )
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    pieces = Pieces(towers=model, loss=loss, optimizer=optimizer, batch=batch, autocast=autocast)
-    return milliseconds(lambda: training_step(pieces, data), device, repeats)
+    context = StepContext(towers=model, loss=loss, optimizer=optimizer, global_batch=batch, autocast=autocast)
+    return milliseconds(lambda: training_step(context, data), device, repeats)
 
 
 def main() -> None:

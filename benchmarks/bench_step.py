@@ -32,10 +32,10 @@ import leanclip
 from leanclip.data import Batch
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
-from leanclip.training.cuda_graph import Recorder
-from leanclip.training.model_setup import worth_recording
+from leanclip.training.cuda_graph import CudaGraphs
+from leanclip.training.model_setup import cuda_graph_pays
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 RESULTS = Path(__file__).parent / "results" / "step.csv"
 NOMINAL = 989e12
@@ -162,10 +162,10 @@ def leanclip_step(case: Case, data: Data, loss_name: str, *, compiled: bool) -> 
     recorder = None
     if compiled and data.device.type == "cuda":
         model.compile_towers()
-        recorder = Recorder(model, autocast) if worth_recording(model, case.batch) else None
-    pieces = Pieces(
-        towers=model, loss=loss, optimizer=optimizer, batch=case.batch, autocast=autocast, texts=model.texts,
-        recorder=recorder,
+        recorder = CudaGraphs(model, autocast) if cuda_graph_pays(model, case.batch) else None
+    context = StepContext(
+        towers=model, loss=loss, optimizer=optimizer, global_batch=case.batch, autocast=autocast, texts=model.texts,
+        cuda_graphs=recorder,
     )  # fmt: skip
     ids = torch.arange(case.batch)
     batches = [
@@ -174,7 +174,7 @@ def leanclip_step(case: Case, data: Data, loss_name: str, *, compiled: bool) -> 
     ]
 
     def step(number: int) -> None:
-        assert not training_step(pieces, batches[number]).skipped
+        assert not training_step(context, batches[number]).skipped
 
     return step
 

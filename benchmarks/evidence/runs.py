@@ -28,10 +28,10 @@ from leanclip.losses.registry import SPECS
 from leanclip.models import ModelConfig, TwoTower, create_model
 from leanclip.optim import OptimConfig, create_optimizer, set_learning_rate, weight_decay_groups
 from leanclip.optim.schedule import learning_rate
-from leanclip.training.cuda_graph import Recorder
-from leanclip.training.model_setup import worth_recording
+from leanclip.training.cuda_graph import CudaGraphs
+from leanclip.training.model_setup import cuda_graph_pays
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 EPOCHS, POINTS = 16, 8  # of a run, and how often it is measured
 # What all runs have in common, beside the model; it is part of a run's key, so that a change trains them anew. Adam's
@@ -90,7 +90,7 @@ class Place:
     config: Path = MODEL
     model: TwoTower = field(init=False)
     batch: int = 0
-    recorder: Recorder | None = None
+    recorder: CudaGraphs | None = None
 
     def __post_init__(self) -> None:
         self.model = create_model(ModelConfig(model=str(self.config))).to(self.device)
@@ -115,12 +115,12 @@ class Place:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # others want it
             self.batch = run.batch
-        record = self.device.type == "cuda" and worth_recording(self.model, run.batch)
-        self.recorder = Recorder(self.model, self.autocast) if record else None  # with the loss of this run
+        record = self.device.type == "cuda" and cuda_graph_pays(self.model, run.batch)
+        self.recorder = CudaGraphs(self.model, self.autocast) if record else None  # with the loss of this run
         torch.manual_seed(run.seed)
 
 
-def begin(run: Run, place: Place) -> tuple[Pieces, Iterator[Batch]]:
+def begin(run: Run, place: Place) -> tuple[StepContext, Iterator[Batch]]:
     """What a run starts from, and its batches."""
     place.begin(run)
     data, model = place.photos.train, place.model.train()
@@ -128,19 +128,19 @@ def begin(run: Run, place: Place) -> tuple[Pieces, Iterator[Batch]]:
     beta1, beta2 = RECIPE["betas"]
     optim = OptimConfig(opt=run.opt, lr=run.lr, wd=run.wd, beta1=beta1, beta2=beta2, eps_opt=RECIPE["eps"])
     optimizer = create_optimizer(optim, [*weight_decay_groups(model, run.wd), *loss.param_groups()])
-    pieces = Pieces(
-        towers=model, loss=loss, optimizer=optimizer, batch=run.batch, autocast=place.autocast,
-        texts=model.texts, recorder=place.recorder,
+    context = StepContext(
+        towers=model, loss=loss, optimizer=optimizer, global_batch=run.batch, autocast=place.autocast,
+        texts=model.texts, cuda_graphs=place.recorder,
     )  # fmt: skip
-    return pieces, batches_of(data, run, place.device)
+    return context, batches_of(data, run, place.device)
 
 
 def train(
-    run: Run, place: Place, steps: int | None = None, look: Callable[[Pieces], dict[str, float]] = lambda _: {}
+    run: Run, place: Place, steps: int | None = None, look: Callable[[StepContext], dict[str, float]] = lambda _: {}
 ) -> Iterator[dict[str, float]]:
     """Train, and yield the measured points, with what `look` finds there. `steps` ends the run early, for trying."""
-    pieces, batches = begin(run, place)
-    loss, optimizer, count = pieces.loss, pieces.optimizer, len(place.photos.train.images)
+    context, batches = begin(run, place)
+    loss, optimizer, count = context.loss, context.optimizer, len(place.photos.train.images)
     per_epoch = max(1, count // run.batch)
     total = max(1, run.epochs * count // run.batch)
     evaluate_at = {round(total * number / POINTS) for number in range(1, POINTS + 1)}
@@ -150,14 +150,14 @@ def train(
         loss.set_epoch((step - 1) / per_epoch, run.epochs)
         lr = learning_rate(step - 1, steps=total, warmup=max(1, round(RECIPE["warmup"] * total)), peak=run.lr)
         set_learning_rate(optimizer, lr, peak=run.lr)
-        result = training_step(pieces, next(batches))
+        result = training_step(context, next(batches))
         seen += result.loss.nan_to_num()
         skipped += result.skipped
         if step in evaluate_at or step == steps:
             tau, mean_loss = float(loss.temperature().mean()), float(seen) / (step - last)
             seconds += time.perf_counter() - began
             point = {"step": step, "samples": step * run.batch, "seconds": seconds, "loss": mean_loss, "tau": tau}
-            yield point | {"skipped": skipped} | measured(place) | look(pieces)
+            yield point | {"skipped": skipped} | measured(place) | look(context)
             seen.zero_()
             last, began = step, time.perf_counter()
         if step == steps:

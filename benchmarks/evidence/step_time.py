@@ -25,13 +25,13 @@ WARM_UP, STRETCH, STRETCHES = 40, 20, 5  # steps, steps, times
 
 
 def measure(run: Run, place: Place, *, quick: bool) -> dict[str, float]:
-    pieces, batches = begin(run, place)
-    pieces.loss.set_epoch(0, run.epochs)
+    context, batches = begin(run, place)
+    context.loss.set_epoch(0, run.epochs)
 
     def stretch(steps: int) -> float:
         began = time.perf_counter()
         for _ in range(steps):
-            training_step(pieces, next(batches))
+            training_step(context, next(batches))
         if place.device.type == "cuda":
             torch.cuda.synchronize()
         return 1e3 * (time.perf_counter() - began) / steps

@@ -22,7 +22,7 @@ from runs import Place, Run, augmented, train
 from torch import Tensor
 
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 ANCHORS, VIEWS = 1024, 4
 FIGURES = (
@@ -34,9 +34,9 @@ FIELDS = ("run", "seed", *MEASURED, *FIGURES, *table.PROVENANCE)
 
 
 @torch.no_grad()
-def look(place: Place, batch: int, pieces: Pieces) -> dict[str, float]:
+def look(place: Place, batch: int, context: StepContext) -> dict[str, float]:
     """How far from the truth, in nats: what a batch says of log g, and what the estimate says. Both directions."""
-    loss, count = pieces.loss, len(place.photos.train.images)
+    loss, count = context.loss, len(place.photos.train.images)
     assert isinstance(loss, GlobalContrastiveLoss) and loss.state is not None
     tau, draw = float(loss.temperature()), torch.Generator().manual_seed(0)
     anchors = torch.randperm(count, generator=draw)[:ANCHORS].to(place.device)

@@ -38,7 +38,7 @@ def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, stop_at=None,
     config = override(TrainConfig(parallel=ParallelConfig(fsdp=fsdp)), values | settings, "test")
     job = set_up(config)
     directory = RunDirectory(Path(job.config.run.logs) / "run")
-    job.ranks.broadcast_from_first(lambda: prepare(job, directory))
+    job.context.ranks.broadcast_from_first(lambda: prepare(job, directory))
     seen = dict.fromkeys(bad, 0)
     honest = TrainingLoader.epoch
 
@@ -53,8 +53,8 @@ def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, stop_at=None,
 
     def tensors():
         named = {f"model {name}": value for name, value in job.model.state_dict().items()}
-        named |= {f"loss {name}": value for name, value in job.loss.state_dict().items()}
-        for number, values in job.optimizer.state_dict()["state"].items():
+        named |= {f"loss {name}": value for name, value in job.context.loss.state_dict().items()}
+        for number, values in job.context.optimizer.state_dict()["state"].items():
             named |= {f"optimizer {number} {name}": value for name, value in values.items()}
         if job.ema is not None:
             named |= {f"ema {name}": value for name, value in job.ema.averages.items()}

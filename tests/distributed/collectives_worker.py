@@ -10,7 +10,7 @@ import leanclip
 from leanclip.data import Batch
 from leanclip.distributed import TRAFFIC_COUNTER, wrap_ddp
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 NAMES = ("infonce", "siglip", "fastclip-v2", "fastclip-v3")
 LARGE, DIM = 8192, 512
@@ -32,12 +32,12 @@ def one_step(name, ranks, folder):
     towers = wrap_ddp(model, ranks, torch.device("cpu"))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD([*trained, *loss.parameters()], lr=0.1)
-    pieces = Pieces(towers=towers, loss=loss, optimizer=optimizer, batch=BATCH - 1)
+    context = StepContext(towers=towers, loss=loss, optimizer=optimizer, global_batch=BATCH - 1)
     mine = ranks.share(BATCH - 1)
     for step in range(3):  # DDP settles its buckets in the first two
         Spy.seen.clear()
         images, tokens, ids = (part[: BATCH - 1][mine] for part in batch(step, torch.float32))
-        training_step(pieces, Batch(images=images, tokens=tokens, sample_ids=ids))
+        training_step(context, Batch(images=images, tokens=tokens, sample_ids=ids))
     return {"seen": list(Spy.seen), "parameters": sum(parameter.nbytes for parameter in trained)}
 
 

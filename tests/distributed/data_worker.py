@@ -30,7 +30,7 @@ def train_on_shards(ranks, folder, pattern, logs, stop, resume=False, workers=0,
         values["resume"] = "latest"
     job = set_up(override(TrainConfig(), values, "test"))
     directory = RunDirectory(Path(logs) / "run")
-    job.ranks.broadcast_from_first(lambda: prepare(job, directory))
+    job.context.ranks.broadcast_from_first(lambda: prepare(job, directory))
     seen = {}
     take_step = _Trainer.take_step
 

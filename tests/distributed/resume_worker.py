@@ -44,7 +44,7 @@ def train_part(ranks, folder, logs, stop, resume=False, parallel=None):
     config = override(TrainConfig(parallel=ParallelConfig(**(parallel or {}))), values, "test")
     job = set_up(config)
     directory = RunDirectory(Path(job.config.run.logs) / "run")
-    job.ranks.broadcast_from_first(lambda: prepare(job, directory))
+    job.context.ranks.broadcast_from_first(lambda: prepare(job, directory))
     with contextlib.suppress(Killed):
         train(job, directory, Console(quiet=True), stop=KilledAfter(stop))
     return {}

@@ -13,7 +13,7 @@ from leanclip.distributed import full_tensor, wrap_ddp, wrap_fsdp
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 SAMPLES, BATCH, STEPS = 30, 13, 3
 VIT = {
@@ -90,12 +90,12 @@ def run(case, ranks, folder):
                 seen[f"step {step} gradient of {name}"] = full_tensor(parameter.grad).clone()
 
     optimizer.register_step_pre_hook(remember)
-    pieces = Pieces(
+    context = StepContext(
         towers=towers,
         loss=loss,
         optimizer=optimizer,
-        batch=BATCH,
-        parts=-(-ranks.largest_share(BATCH) // 2) if case.micro else 1,
+        global_batch=BATCH,
+        micro_batches=-(-ranks.largest_share(BATCH) // 2) if case.micro else 1,
         grad_clip_norm=0.5,  # below the norms met here
         ranks=ranks,
     )
@@ -104,7 +104,7 @@ def run(case, ranks, folder):
     for step in range(STEPS):
         loss.set_epoch(step, STEPS)
         images, tokens, ids = (part[mine] for part in batch(step, dtype))
-        result = training_step(pieces, Batch(images=images, tokens=tokens, sample_ids=ids))
+        result = training_step(context, Batch(images=images, tokens=tokens, sample_ids=ids))
         assert not result.skipped
         seen[f"step {step} loss"], seen[f"step {step} norm"] = result.loss, result.grad_norm
     seen |= {f"weight {name}": full_tensor(value).clone() for name, value in model.state_dict().items()}

@@ -26,9 +26,9 @@ config = TrainConfig(run=run, data=data)
 config = replace(config, model=replace(config.model, model=model))
 job = set_up(config)
 before = kernels()
-job.loss.set_epoch(0, 1)
+job.context.loss.set_epoch(0, 1)
 for number, batch in enumerate(on_device(job.loader.epoch(0), job.device)):
-    training_step(job.pieces, batch)
+    training_step(job.context, batch)
     if number == 5:
         break
 later = kernels() - before

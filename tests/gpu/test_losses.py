@@ -10,7 +10,7 @@ from leanclip.losses.gradient_check import selftest
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,11 +64,11 @@ def test_a_training_step_waits_once(no_waiting):
     loss.set_epoch(0, 1)
     config = OptimConfig(lr=1e-3, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6)
     optimizer = create_optimizer(config, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
-    pieces = Pieces(
+    context = StepContext(
         towers=model,
         loss=loss,
         optimizer=optimizer,
-        batch=64,
+        global_batch=64,
         autocast=torch.autocast("cuda", torch.bfloat16),
         grad_clip_norm=1.0,
     )
@@ -80,7 +80,7 @@ def test_a_training_step_waits_once(no_waiting):
 
     def step() -> None:
         batch = host.to(torch.device("cuda"))
-        training_step(pieces, batch)
+        training_step(context, batch)
 
     step()
     step()

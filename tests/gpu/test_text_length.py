@@ -10,9 +10,9 @@ from tower_cases import FAMILIES, both_ways, captions, model_of
 import leanclip
 from leanclip.cli.train import run
 from leanclip.data import Batch
-from leanclip.training.cuda_graph import WARM_UP, Recorder
+from leanclip.training.cuda_graph import WARM_UP, CudaGraphs
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -63,9 +63,15 @@ def losses_of(name="fastclip-v3", *, recorder, patch_dropout=0.0, same_batch=Fal
     parameters = [*(p for p in model.parameters() if p.requires_grad), *loss.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.0 if same_batch else 1e-3)
     autocast = torch.autocast("cuda", torch.bfloat16, enabled=False)
-    record = Recorder(model, autocast) if recorder else None
-    pieces = Pieces(
-        towers=model, loss=loss, optimizer=optimizer, batch=11, autocast=autocast, texts=model.texts, recorder=record
+    record = CudaGraphs(model, autocast) if recorder else None
+    context = StepContext(
+        towers=model,
+        loss=loss,
+        optimizer=optimizer,
+        global_batch=11,
+        autocast=autocast,
+        texts=model.texts,
+        cuda_graphs=record,
     )
     generator = torch.Generator().manual_seed(7)
     first = torch.randint(256, (11, 3, 32, 32), dtype=torch.uint8, generator=generator)
@@ -77,7 +83,7 @@ def losses_of(name="fastclip-v3", *, recorder, patch_dropout=0.0, same_batch=Fal
         assert model.end_of_text is not None
         ids = torch.arange(11) + 7 * (number % 5)
         batch = Batch(images=pixels, tokens=tokens, sample_ids=ids, lengths=model.end_of_text(tokens))
-        losses.append(float(training_step(pieces, batch.to(torch.device("cuda"))).loss))
+        losses.append(float(training_step(context, batch.to(torch.device("cuda"))).loss))
     if record is not None:
         assert len(record.found) == (1 if same_batch else 3)  # shapes
     return losses

@@ -13,9 +13,9 @@ from leanclip.models import ModelConfig
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.planning.fit import fitting
 from leanclip.runs.config import ParallelConfig, RunConfig, TrainConfig
-from leanclip.training.model_setup import build_towers
+from leanclip.training.model_setup import build_model
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -53,13 +53,13 @@ def test_the_fitted_micro_batch_fits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (room - held, room))
     micro = fitting(config, samples=10**6, ranks=Ranks(0, 1, None), device=device)
     assert 16 <= micro < 1024
-    model = build_towers(config).to(device).train()
+    model = build_model(config).to(device).train()
     loss = loss_from_config("infonce", config.loss, num_samples=10**6).to(device)
     optimizer = create_optimizer(config.optim, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
     autocast = torch.autocast("cuda", torch.bfloat16)
-    pieces = Pieces(
-        towers=model, loss=loss, optimizer=optimizer, batch=4096, parts=-(-4096 // micro), autocast=autocast,
-        texts=model.texts,
+    context = StepContext(
+        towers=model, loss=loss, optimizer=optimizer, global_batch=4096, micro_batches=-(-4096 // micro),
+        autocast=autocast, texts=model.texts,
     )  # fmt: skip
     tokens = model.tokenizer(["a " * 1000]).expand(4096, -1).contiguous()
     images = torch.randint(256, (4096, 3, 224, 224), dtype=torch.uint8, device=device)
@@ -68,5 +68,5 @@ def test_the_fitted_micro_batch_fits(monkeypatch):
     )
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
-        assert not training_step(pieces, batch).skipped
+        assert not training_step(context, batch).skipped
     assert 0.8 * room < torch.cuda.max_memory_allocated() < room

@@ -10,7 +10,7 @@ from leanclip.losses import LossOutput
 from leanclip.optim.loss_scale import LossScale
 from leanclip.training.nonfinite import BadSteps, write_diagnosis
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 
 def verdicts(policy, steps):
@@ -70,9 +70,9 @@ def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradient_is():
     towers, loss = Towers(), Broken()
     before = towers.image.weight.detach().clone()
     optimizer = torch.optim.SGD(towers.parameters(), 0.1)
-    pieces = Pieces(towers=towers, loss=loss, optimizer=optimizer, batch=4)  # pyright: ignore[reportArgumentType]
+    context = StepContext(towers=towers, loss=loss, optimizer=optimizer, global_batch=4)  # pyright: ignore[reportArgumentType]
     batch = Batch(images=torch.randn(4, 3), tokens=torch.randn(4, 2), sample_ids=torch.arange(4))
-    result = training_step(pieces, batch)
+    result = training_step(context, batch)
     assert result.skipped and loss.rolled_back == 1 and torch.equal(towers.image.weight, before)
     assert result.loss.isinf() and result.grad_norm.isfinite()
     assert set(result.gradient_norms) == {"image.weight", "image.bias"} and min(result.gradient_norms.values()) > 0

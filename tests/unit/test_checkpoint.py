@@ -267,8 +267,8 @@ def test_a_temperature_that_is_not_taken_is_said_to_be(run, capsys):
 def test_another_learning_rate_is_really_used(run):
     values = VALUES | {"lr": 1.0, "lr_scheduler": "const", "model": str(run / "tiny.json"), "logs": str(run / "logs")}
     job = set_up(override(TrainConfig(), values | {"resume": "latest", "max_steps": 20}, "test"))
-    set_learning_rate(job.optimizer, 1.0, peak=1.0)
-    towers = [group for group in job.optimizer.param_groups if group.get("follows_schedule", True)]
+    set_learning_rate(job.context.optimizer, 1.0, peak=1.0)
+    towers = [group for group in job.context.optimizer.param_groups if group.get("follows_schedule", True)]
     assert {group["lr"] for group in towers} == {1.0}
 
 

@@ -231,13 +231,13 @@ def test_the_estimate_is_exact_where_the_batch_is_the_whole_data_set(emoji, tmp_
     (tmp_path / "tiny.json").write_text(json.dumps(runs.TINY))
     place = runs.Place(emoji, torch.device("cpu"), tmp_path / "tiny.json")
     count = len(emoji.train.images)
-    pieces, _ = runs.begin(runs.Run("fastclip-v3", count, 1e-3, 1), place)
-    pieces.loss.set_epoch(0, 1)
+    context, _ = runs.begin(runs.Run("fastclip-v3", count, 1e-3, 1), place)
+    context.loss.set_epoch(0, 1)
     monkeypatch.setattr(why, "VIEWS", 1)
     with torch.no_grad():
         image, text = why.view(place, 0)
-    pieces.loss(image, text, torch.arange(count))
-    found = why.look(place, 16, pieces)
+    context.loss(image, text, torch.arange(count))
+    found = why.look(place, 16, context)
     assert abs(found["estimate_bias"]) < 1e-4 and found["estimate_spread"] < 1e-4
     assert found["batch_spread"] > 0.01
     assert 1 < found["effective_negatives"] < count

@@ -12,15 +12,20 @@ from leanclip.models.batch_norm import RunningAverages
 from leanclip.optim.loss_scale import GROWTH_STEPS, LossScale
 from leanclip.training.gradient_caching import cached
 from leanclip.training.step import direct, training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 
-def pieces_of(model, name="fastclip-v3", parts=3, **options):
+def context_of(model, name="fastclip-v3", parts=3, **options):
     loss = leanclip.create_loss(name, num_samples=SAMPLES, tau=0.1).double()
     loss.set_epoch(0, 1)
     parameters = [*(p for p in model.parameters() if p.requires_grad), *loss.parameters()]
-    return Pieces(
-        towers=model, loss=loss, optimizer=torch.optim.SGD(parameters, lr=0.1), batch=13, parts=parts, **options
+    return StepContext(
+        towers=model,
+        loss=loss,
+        optimizer=torch.optim.SGD(parameters, lr=0.1),
+        global_batch=13,
+        micro_batches=parts,
+        **options,
     )
 
 
@@ -37,7 +42,7 @@ def gradients(module):
 def test_patch_dropout_drops_the_same_twice(name, tmp_path):
     """The cached run equals the same micro-batches, with the same random numbers, in one graph."""
     model = small_vit(tmp_path, patch_dropout=0.5).double().train()
-    once = pieces_of(model, name)
+    once = context_of(model, name)
     data = double_batch()
     torch.manual_seed(5)
     pairs = [model(part.images, part.tokens) for part in data.split(3)]
@@ -48,7 +53,7 @@ def test_patch_dropout_drops_the_same_twice(name, tmp_path):
     truth, tables = gradients(model), once.loss.state_dict()
 
     model.zero_grad()
-    again = pieces_of(model, name)
+    again = context_of(model, name)
     torch.manual_seed(5)
     found = cached(again, data)
     assert torch.equal(torch.get_rng_state(), after)  # the step consumed its random numbers once
@@ -60,7 +65,7 @@ def test_patch_dropout_drops_the_same_twice(name, tmp_path):
 
     model.zero_grad()
     torch.manual_seed(6)
-    other = cached(pieces_of(model, name), data)
+    other = cached(context_of(model, name), data)
     assert abs(other.loss.item() - right.loss.item()) > 1e-6  # or nothing was dropped at all
 
 
@@ -69,10 +74,10 @@ def test_a_locked_tower_gets_no_gradient(tmp_path):
     model.lock_image()
     data = double_batch()
     model.train()
-    direct(pieces_of(model), data)
+    direct(context_of(model), data)
     right = gradients(model)
     model.zero_grad()
-    cached(pieces_of(model), data)
+    cached(context_of(model), data)
     assert set(gradients(model)) == set(right)
     assert not any(name.startswith("clip.visual") for name in right)
     for key, value in gradients(model).items():
@@ -123,7 +128,7 @@ def test_a_resnet_trains_in_micro_batches():
         tokens=model.tokenizer([f"number {n}" for n in range(9)]),
         sample_ids=torch.arange(9),
     )
-    training_step(Pieces(towers=model, loss=loss, optimizer=optimizer, batch=9, parts=3), data)
+    training_step(StepContext(towers=model, loss=loss, optimizer=optimizer, global_batch=9, micro_batches=3), data)
     after = {name: b for name, b in model.named_buffers() if name.endswith("num_batches_tracked")}
     assert counts and all(after[name] == count + 1 for name, count in counts.items())
 
@@ -133,18 +138,18 @@ def test_the_loss_scale_leaves_no_trace_and_halves_on_overflow(tmp_path):
     data = double_batch()
     results, norms = [], []
     for scale in (LossScale(), LossScale(1024.0, grows=True)):
-        pieces = pieces_of(small_vit(tmp_path).double().train(), scale=scale, grad_clip_norm=0.5)
-        norms.append(training_step(pieces, data).grad_norm)
-        results.append([p.detach().clone() for p in pieces.towers.parameters()])
+        context = context_of(small_vit(tmp_path).double().train(), scale=scale, grad_clip_norm=0.5)
+        norms.append(training_step(context, data).grad_norm)
+        results.append([p.detach().clone() for p in context.towers.parameters()])
     assert torch.allclose(norms[0], norms[1], rtol=1e-12)
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one, other, rtol=1e-12)
 
     scale = LossScale(1024.0, grows=True)
-    pieces = pieces_of(model, scale=scale)
+    context = context_of(model, scale=scale)
     broken = Batch(images=data.images * torch.inf, tokens=data.tokens, sample_ids=data.sample_ids)
-    assert training_step(pieces, broken).skipped
+    assert training_step(context, broken).skipped
     assert scale.value == 512.0
     scale.good_steps = GROWTH_STEPS - 1
-    assert not training_step(pieces, data).skipped
+    assert not training_step(context, data).skipped
     assert scale.value == 1024.0 and scale.good_steps == 0

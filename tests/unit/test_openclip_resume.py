@@ -100,9 +100,9 @@ def test_the_next_step_is_openclips(begun, tmp_path):
     optimizer.step()
 
     job.model.train()
-    set_learning_rate(job.optimizer, lr, peak=1e-3)
-    training_step(job.pieces, batch)
-    ours = with_temperature(job.model.clip.state_dict(), job.loss.temperature(), None)
+    set_learning_rate(job.context.optimizer, lr, peak=1e-3)
+    training_step(job.context, batch)
+    ours = with_temperature(job.model.clip.state_dict(), job.context.loss.temperature(), None)
     for name, value in theirs.state_dict().items():
         assert torch.allclose(ours[name], value, atol=2e-6, rtol=1e-5), name
     moved = {name for name, value in saved["state_dict"].items() if not torch.equal(value, ours[name])}
@@ -136,16 +136,16 @@ def test_a_file_saved_by_several_processes_and_with_a_loss_scale(begun, tmp_path
     torch.save(saved, tmp_path / "epoch_2.pt")
     more = ["--resume", str(tmp_path / "epoch_2.pt"), "--loss", "infonce", "--precision", "amp"]
     job = set_up_job(begun, tmp_path, *more)
-    assert (job.pieces.scale.value, job.pieces.scale.good_steps) == (1024.0, 17)
+    assert (job.context.scale.value, job.context.scale.good_steps) == (1024.0, 17)
     assert "74 of 74 parameters, the loss scale" in " ".join(job.notes)
-    assert float(job.loss.temperature().log()) == pytest.approx(-3.5)
+    assert float(job.context.loss.temperature().log()) == pytest.approx(-3.5)
     assert torch.equal(job.model.clip.ln_final.weight, saved["state_dict"]["module.ln_final.weight"])
 
 
 def test_state_that_does_not_fit_is_left(begun, tmp_path):
     locked = set_up_job(begun, tmp_path, "--lock-text", "--loss", "infonce")
     assert "not the optimizer's state, which does not fit" in " ".join(locked.notes)
-    assert locked.optimizer.state_dict()["state"] == {}
+    assert locked.context.optimizer.state_dict()["state"] == {}
     other = set_up_job(begun, tmp_path, "--opt", "lamb", "--loss", "infonce")
     assert "does not fit" in " ".join(other.notes)
 

@@ -29,7 +29,7 @@ def job(device="cuda", parts=1, precision="amp_bf16", checkpointing=False, worke
         run=SimpleNamespace(precision=precision),
         parallel=SimpleNamespace(grad_checkpointing=checkpointing),
     )
-    return SimpleNamespace(config=config, device=torch.device(device), pieces=SimpleNamespace(parts=parts))
+    return SimpleNamespace(config=config, device=torch.device(device), context=SimpleNamespace(micro_batches=parts))
 
 
 @pytest.mark.parametrize("flags", [[], ["--micro-batch", "16"]])

@@ -11,9 +11,9 @@ import leanclip
 from leanclip.data import Batch
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.optim.loss_scale import LossScale
-from leanclip.training.cuda_graph import WARM_UP, Recorder
+from leanclip.training.cuda_graph import WARM_UP, CudaGraphs
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 SAMPLES, BATCH = 40, 11
 
@@ -54,9 +54,9 @@ def trained(name, *, recorded, broken=(), scale=None):
     loss = leanclip.create_loss(name, num_samples=SAMPLES if name not in ("infonce", "siglip") else None).double()
     optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.05)
     autocast = torch.autocast("cpu", enabled=False)
-    recorder = Recorder(model, autocast, lambda *given: Again(loss)(*given)) if recorded else None
-    pieces = Pieces(
-        towers=model, loss=loss, optimizer=optimizer, batch=BATCH, texts=model.texts, recorder=recorder,
+    recorder = CudaGraphs(model, autocast, lambda *given: Again(loss)(*given)) if recorded else None
+    context = StepContext(
+        towers=model, loss=loss, optimizer=optimizer, global_batch=BATCH, texts=model.texts, cuda_graphs=recorder,
         scale=scale or LossScale(), grad_clip_norm=1.0,
     )  # fmt: skip
     draw, values = torch.Generator().manual_seed(3), []
@@ -69,7 +69,7 @@ def trained(name, *, recorded, broken=(), scale=None):
         tokens = captions(longest=(4, 9)[step % 2])
         ids = torch.randperm(SAMPLES, generator=draw)[:BATCH]
         batch = Batch(images=pixels, tokens=tokens, sample_ids=ids, lengths=model.end_of_text(tokens))
-        result = training_step(pieces, batch)
+        result = training_step(context, batch)
         assert result.skipped == (step in broken)
         values.append(result.loss)
     if recorder is not None:
@@ -100,10 +100,10 @@ def test_tables_that_moved_are_recorded_anew():
     model = model_of(*FAMILIES["clip"]).train()
     loss = leanclip.create_loss("fastclip-v3", num_samples=SAMPLES)
     assert isinstance(loss, GlobalContrastiveLoss) and loss.state is not None
-    recorder = Recorder(model, torch.autocast("cpu", enabled=False), lambda *given: Again(loss)(*given))
-    pieces = Pieces(
-        towers=model, loss=loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), batch=BATCH,
-        texts=model.texts, recorder=recorder,
+    recorder = CudaGraphs(model, torch.autocast("cpu", enabled=False), lambda *given: Again(loss)(*given))
+    context = StepContext(
+        towers=model, loss=loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), global_batch=BATCH,
+        texts=model.texts, cuda_graphs=recorder,
     )  # fmt: skip
     tokens = captions(longest=9)
     assert model.end_of_text is not None
@@ -111,10 +111,10 @@ def test_tables_that_moved_are_recorded_anew():
     batch = Batch(images=images, tokens=tokens, sample_ids=torch.arange(BATCH), lengths=lengths)
     for epoch in range(WARM_UP + 2):
         loss.set_epoch(epoch, 9)
-        training_step(pieces, batch)
+        training_step(context, batch)
     (before,) = recorder.found.values()
     loss.resize(SAMPLES + 5)
-    training_step(pieces, replace(batch, sample_ids=torch.arange(BATCH) + SAMPLES + 5 - BATCH))
+    training_step(context, replace(batch, sample_ids=torch.arange(BATCH) + SAMPLES + 5 - BATCH))
     (after,) = recorder.found.values()
     assert after is not before and int(loss.state.visited) == 2 * BATCH
 

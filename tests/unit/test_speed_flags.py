@@ -17,7 +17,7 @@ from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.models import ModelConfig, create_model
 from leanclip.runs import TrainConfig
-from leanclip.training.model_setup import compiles, records, worth_recording
+from leanclip.training.model_setup import cuda_graph_pays, uses_compile, uses_cuda_graph
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -59,7 +59,7 @@ def test_less_than_no_block_is_an_error():
 def test_who_compiles(wanted, device, steps, yes):
     model = create_model(ModelConfig(model="ViT-B-32"), shapes_only=True)
     config = override(TrainConfig(), {"compile": wanted, "global_batch_size": 2048}, "test")
-    assert compiles(config, model, Ranks(0, 1, None), device, steps) == yes
+    assert uses_compile(config, model, Ranks(0, 1, None), device, steps) == yes
 
 
 def test_compiling_is_to_save_more_than_it_takes():
@@ -68,7 +68,7 @@ def test_compiling_is_to_save_more_than_it_takes():
         model = create_model(ModelConfig(model=name), shapes_only=True)
         config = override(TrainConfig(), {"global_batch_size": batch, **flags}, "test")
         return next(
-            n for n in (2**power for power in range(30)) if compiles(config, model, Ranks(0, ranks, None), GPU, n)
+            n for n in (2**power for power in range(30)) if uses_compile(config, model, Ranks(0, ranks, None), GPU, n)
         )
 
     assert 1024 <= first("ViT-B-32", 2048) <= 2048
@@ -82,13 +82,13 @@ def test_who_records():
     small = create_model(ModelConfig(model="ViT-B-32"))
     config = override(TrainConfig(), {"global_batch_size": 64}, "test")
     one, two = Ranks(0, 1, None), Ranks(0, 2, None)
-    assert records(config, small, one, GPU)
-    assert not records(config, small, two, GPU) and not records(config, small, one, CPU)
-    assert not records(override(config, {"global_batch_size": 4096}, "test"), small, one, GPU)
-    assert not records(override(config, {"graph": "off"}, "test"), small, one, GPU)
+    assert uses_cuda_graph(config, small, one, GPU)
+    assert not uses_cuda_graph(config, small, two, GPU) and not uses_cuda_graph(config, small, one, CPU)
+    assert not uses_cuda_graph(override(config, {"global_batch_size": 4096}, "test"), small, one, GPU)
+    assert not uses_cuda_graph(override(config, {"graph": "off"}, "test"), small, one, GPU)
     with pytest.raises(UserError, match="--graph works on one GPU"):
-        records(override(config, {"graph": "on"}, "test"), small, one, CPU)
-    assert not worth_recording(
+        uses_cuda_graph(override(config, {"graph": "on"}, "test"), small, one, CPU)
+    assert not cuda_graph_pays(
         create_model(ModelConfig(model="leanclip-tiny")), 8
     )  # a ResNet: nothing is known of it
 

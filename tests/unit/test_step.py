@@ -6,7 +6,7 @@ from leanclip.data import Batch
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 
 def test_a_step_with_a_broken_gradient_is_skipped_and_leaves_the_estimates_alone():
@@ -17,11 +17,11 @@ def test_a_step_with_a_broken_gradient_is_skipped_and_leaves_the_estimates_alone
     config = OptimConfig(lr=1e-3, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6)
     optimizer = create_optimizer(config, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
     tokens = model.tokenizer([f"number {n}" for n in range(8)])
-    pieces = Pieces(towers=model, loss=loss, optimizer=optimizer, batch=8)
+    context = StepContext(towers=model, loss=loss, optimizer=optimizer, global_batch=8)
 
     def step(images):
         batch = Batch(images=images, tokens=tokens, sample_ids=torch.arange(8))
-        return training_step(pieces, batch)
+        return training_step(context, batch)
 
     assert not step(torch.randn(8, 3, 32, 32)).skipped
     weights = [parameter.detach().clone() for parameter in (*model.parameters(), *loss.parameters())]
@@ -52,8 +52,8 @@ def test_gradients_are_clipped_as_torch_does(share):
             torch.nn.utils.clip_grad_norm_(model.parameters(), share * norm)
             optimizer.step()
             return norm, list(model.parameters())
-        pieces = Pieces(towers=model, loss=loss, optimizer=optimizer, batch=8, grad_clip_norm=limit)
-        return float(training_step(pieces, batch).grad_norm), list(model.parameters())
+        context = StepContext(towers=model, loss=loss, optimizer=optimizer, global_batch=8, grad_clip_norm=limit)
+        return float(training_step(context, batch).grad_norm), list(model.parameters())
 
     norm, plain = weights(None)
     again, ours = weights(share * norm)

@@ -112,16 +112,16 @@ def start(
         )
         job = set_up(settings, kernels=not dry_run)
         assert job.config.run.name is not None
-        console = Console(soft_wrap=True, highlight=False, quiet=not job.ranks.first)
+        console = Console(soft_wrap=True, highlight=False, quiet=not job.context.ranks.first)
         directory = RunDirectory(Path(job.config.run.logs) / job.config.run.name)
         if dry_run:
-            job.ranks.broadcast_from_first(lambda: preview(job, directory, console))
+            job.context.ranks.broadcast_from_first(lambda: preview(job, directory, console))
             return None
         if profiled:
             found = profile(job)
             console.print(found.table(), *summary(found, job), sep="\n")
             return None
-        job.ranks.broadcast_from_first(lambda: prepared(job, directory, None if known else held))
+        job.context.ranks.broadcast_from_first(lambda: prepared(job, directory, None if known else held))
         announce(job, console)
         last, stopped = train(job, directory, console, alive, stop)
     if stopped:
@@ -144,9 +144,9 @@ def announce(job: Job, console: Console) -> None:
         console.print(f"resumed from {job.resume_from} at step {job.position.step} of {job.steps}")
     if reason := job.model.padded_because:
         console.print(f"captions run padded to the context length: {reason}")
-    if job.pieces.parts > 1:
-        each = -(-job.ranks.largest_share(job.loader.batch) // job.pieces.parts)
-        console.print(f"micro-batches: {job.pieces.parts} of {each} samples a step")
+    if job.context.micro_batches > 1:
+        each = -(-job.context.ranks.largest_share(job.loader.batch) // job.context.micro_batches)
+        console.print(f"micro-batches: {job.context.micro_batches} of {each} samples a step")
 
 
 def hold(run: RunConfig, held: contextlib.ExitStack) -> bool:

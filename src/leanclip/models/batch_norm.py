@@ -37,7 +37,7 @@ class RunningAverages:
         for buffer, value in zip(self._averages() + self._counts(), self.before, strict=True):
             buffer.copy_(value)
 
-    def broadcast_from_first(self, parts: Iterable[T]) -> Iterator[T]:
+    def as_one_update(self, parts: Iterable[T]) -> Iterator[T]:
         """The parts of one batch, one after the other; together they are one update."""
         totals = [torch.zeros_like(buffer) for buffer in self._averages()]
         number = 0

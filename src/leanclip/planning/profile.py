@@ -91,26 +91,28 @@ class _Marks:
 def profile(job: Job, *, steps: int = STEPS) -> Profile:
     """Take real steps of a job; what they train is thrown away with it."""
     job.model.train()
-    job.loss.train()
-    pieces = replace(job.pieces, recorder=None)  # a recording has no phases
+    job.context.loss.train()
+    context = replace(job.context, cuda_graphs=None)  # a recording has no phases
     batches = _batches(job)
     first = next(batches)
     flops = 3 * _forward_flops(job, first)
-    rate = matrix_rate(job.device, torch.bfloat16 if job.pieces.autocast._enabled else job.dtype)
+    rate = matrix_rate(job.device, torch.bfloat16 if job.context.autocast._enabled else job.dtype)
     for batch in (first, *(next(batches) for _ in range(WARM_UP - 1))):
-        job.loss.set_epoch(0, 1)
-        training_step(pieces, batch)
+        job.context.loss.set_epoch(0, 1)
+        training_step(context, batch)
     marks, launching, taken = _Marks(job.device), [], 0
     with _marked(job, marks, launching):
         until = time.perf_counter() + SECONDS
         # All processes must take as many: the first one decides. Its clock is asked after the first step.
-        while taken < steps and (taken == 0 or job.ranks.broadcast_from_first(lambda: time.perf_counter() < until)):
+        while taken < steps and (
+            taken == 0 or job.context.ranks.broadcast_from_first(lambda: time.perf_counter() < until)
+        ):
             marks.enter("data")
             batch = next(batches)
             launching.append(-time.perf_counter())
             marks.enter("backward")
-            job.loss.set_epoch(0, 1)
-            training_step(pieces, batch)
+            job.context.loss.set_epoch(0, 1)
+            training_step(context, batch)
             taken += 1
         marks.enter("data")
         total = marks.seconds()
@@ -139,7 +141,7 @@ def _forward_flops(job: Job, batch: Batch) -> float:
     """Of one sample through both towers, as they run on these data."""
     job.model.eval()  # so that batch normalisation learns nothing
     few = min(FEW, len(batch))
-    with FlopCounterMode(display=False) as counter, job.pieces.autocast, torch.compiler.set_stance("force_eager"):
+    with FlopCounterMode(display=False) as counter, job.context.autocast, torch.compiler.set_stance("force_eager"):
         job.model.encode_image(batch.images[:few])
         job.model.encode_text(batch.tokens[:few])
     job.model.train()
@@ -149,7 +151,7 @@ def _forward_flops(job: Job, batch: Batch) -> float:
 @contextlib.contextmanager
 def _marked(job: Job, marks: _Marks, launching: list[float]) -> Iterator[None]:
     """Marks where a step changes its phase; what is between the named ones belongs to the backward pass."""
-    model, loss = job.model, job.loss
+    model, loss = job.model, job.context.loss
 
     def inside(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -193,8 +195,8 @@ def _marked(job: Job, marks: _Marks, launching: list[float]) -> Iterator[None]:
         (Ranks, "sum", lambda self, *args, **kwargs: inside("communication", real_sum)(self, *args, **kwargs)),
     ]
     hooks = [loss.register_forward_pre_hook(before_loss), loss.register_forward_hook(after_loss)]
-    if isinstance(job.pieces.towers, DistributedDataParallel):
-        job.pieces.towers.register_comm_hook(job.ranks.group, averaged)
+    if isinstance(job.context.towers, DistributedDataParallel):
+        job.context.towers.register_comm_hook(job.context.ranks.group, averaged)
     with contextlib.ExitStack() as stack:
         for owner, name, value in exchanged:
             stack.callback(setattr, owner, name, getattr(owner, name))
@@ -240,8 +242,11 @@ def verdict(found: Profile, job: Job) -> str:
     if job.device.type == "cuda" and found.launching > 0.9 * (found.step - found.seconds["data"]):
         return "bound by the host, which launches kernels more slowly than the GPU runs them. Raise --micro-batch"
     remedy = ""
-    if job.pieces.parts > 1:
-        remedy = f" {job.pieces.parts} micro-batches embed everything twice: a quarter of it is saved where one fits."
+    if job.context.micro_batches > 1:
+        remedy = (
+            f" {job.context.micro_batches} micro-batches embed everything twice:"
+            " a quarter of it is saved where one fits."
+        )
     elif job.config.parallel.grad_checkpointing:
         remedy = " --grad-checkpointing computes the blocks twice: leave it out if the memory allows (leanclip plan)."
     elif job.device.type == "cuda" and job.config.run.precision in ("fp32", "fp64"):

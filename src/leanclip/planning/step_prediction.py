@@ -23,9 +23,9 @@ from leanclip.planning.compiled_cost import Compiler
 from leanclip.planning.fake_ranks import pretending
 from leanclip.planning.step_trace import Begun, Cost, Kernel, Trace, faked, tracing
 from leanclip.runs.config import TrainConfig
-from leanclip.training.model_setup import build_towers, compiles, records
+from leanclip.training.model_setup import build_model, uses_compile, uses_cuda_graph
 from leanclip.training.step import training_step
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 PARTS = (
     "weights",
@@ -87,10 +87,10 @@ def predict_step(
     """
     batch, precision = config.data.global_batch_size, config.run.precision
     assert batch is not None
-    model = build_towers(config, shapes_only=True)
+    model = build_model(config, shapes_only=True)
     cuda = torch.device("cuda")
     steps = config.run.epochs * max(1, samples // batch)
-    if compiles(config, model, Ranks(0, ranks, None), cuda, min(steps, config.run.max_steps or steps)):
+    if uses_compile(config, model, Ranks(0, ranks, None), cuda, min(steps, config.run.max_steps or steps)):
         model.compile_towers(whole=False)
     TRAFFIC_COUNTER.clear()
     with tracing(capability) as trace, pretending(trace, ranks=ranks, processors=processors) as first:
@@ -110,12 +110,12 @@ def predict_step(
         _fill_state(optimizer, trace, keep=ranks > 1)
         data = _batch(model, len(range(*first.share(batch).indices(batch))), trace, caption_length)
         towers = _Towers(model, trace, parts)
-        pieces = Pieces(
+        context = StepContext(
             towers=towers,
             loss=loss,
             optimizer=optimizer,
-            batch=batch,
-            parts=parts,
+            global_batch=batch,
+            micro_batches=parts,
             texts=towers.texts,
             autocast=torch.autocast("cpu", HALF.get(precision or "", torch.bfloat16), enabled=precision in HALF),
             grad_clip_norm=config.optim.grad_clip_norm,
@@ -124,7 +124,7 @@ def predict_step(
         )
         trained = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
         trace.start_again()
-        training_step(pieces, data)
+        training_step(context, data)
         towers.enter(None)
     memory = {part: trace.at_peak.get(part, 0) for part in PARTS} | {"workspace": WORKSPACE}
     if config.run.ema is not None:
@@ -139,7 +139,7 @@ def predict_step(
         parameters=len(trained),
         parts=parts,
         compiled=model.compiled,
-        recorded=parts == 1 and records(config, model, first, cuda),
+        recorded=parts == 1 and uses_cuda_graph(config, model, first, cuda),
     )
 
 

@@ -17,7 +17,7 @@ from leanclip.losses import LossOutput
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.models import TwoTower
 from leanclip.models.text_length import Layout, Texts, layout
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 WARM_UP = 3  # steps of each shape that run as always first: nothing may be compiled while a recording is made
 SHAPES = 4  # recorded at most; each keeps its activations
@@ -51,7 +51,7 @@ class Graph:
         self.graph.replay()
 
 
-class Recorder:
+class CudaGraphs:
     """The recorded steps of a model with one loss, by shape."""
 
     def __init__(
@@ -65,11 +65,11 @@ class Recorder:
         self.known: object = None  # the loss that they know, and where its tables lie
         self.pool = torch.cuda.graph_pool_handle() if record is Graph else None
 
-    def __call__(self, pieces: Pieces, batch: Batch) -> "Recorded | None":
+    def __call__(self, context: StepContext, batch: Batch) -> "Recorded | None":
         """Ready to replay with this batch put in; None where the step must run without."""
         if batch.lengths is None:
             return None
-        known = pieces.loss, [table.data_ptr() for table in pieces.loss.buffers()]
+        known = context.loss, [table.data_ptr() for table in context.loss.buffers()]
         if known != self.known:
             self.found.clear()
             self.known = known
@@ -79,7 +79,7 @@ class Recorder:
             self.met[shape] += 1
             if self.met[shape] <= WARM_UP or len(self.found) == SHAPES:
                 return None
-            self.found[shape] = Recorded(self, pieces, batch, places)
+            self.found[shape] = Recorded(self, context, batch, places)
         self.found[shape].fill(batch, places)
         return self.found[shape]
 
@@ -87,8 +87,8 @@ class Recorder:
 class Recorded:
     """A step up to its gradients, on tensors that stay where they are."""
 
-    def __init__(self, recorder: Recorder, pieces: Pieces, batch: Batch, places: Layout) -> None:
-        model, loss, device = recorder.model, pieces.loss, batch.images.device
+    def __init__(self, recorder: CudaGraphs, context: StepContext, batch: Batch, places: Layout) -> None:
+        model, loss, device = recorder.model, context.loss, batch.images.device
         self.images, self.tokens = batch.images.clone(), batch.tokens.clone()
         self.ids = batch.sample_ids.to(device, copy=True)
         self.places = replace(places, table=places.table.to(device, copy=True))
@@ -100,8 +100,8 @@ class Recorded:
         def step() -> tuple[LossOutput, tuple[Tensor | None, ...]]:
             with recorder.autocast:
                 image, text = model(self.images, Texts.at(self.tokens, self.places))
-                output = loss(image, text, self.ids, global_batch=pieces.batch)
-            scaled = output.loss * self.scale if pieces.scale.grows else output.loss
+                output = loss(image, text, self.ids, global_batch=context.global_batch)
+            scaled = output.loss * self.scale if context.scale.grows else output.loss
             gradients = torch.autograd.grad(scaled, self.parameters, allow_unused=True)
             # Without what led to it: later steps that are not recorded would accumulate on the recording's stream.
             return LossOutput(loss=output.loss.detach(), metrics=output.metrics), gradients
@@ -119,10 +119,10 @@ class Recorded:
         table = places.table.pin_memory() if self.images.is_cuda else places.table
         self.places.table.copy_(table, non_blocking=True)
 
-    def replay(self, pieces: Pieces) -> LossOutput:
+    def replay(self, context: StepContext) -> LossOutput:
         """Loss and gradients of the batch that was put in. Metrics are those of the last replay when looked at."""
-        if pieces.scale.grows:
-            self.scale.fill_(pieces.scale.value)
+        if context.scale.grows:
+            self.scale.fill_(context.scale.value)
         self.recording.replay()
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient

@@ -42,7 +42,7 @@ class HeldOutData:
         """Recall on the held-out data, and pictures of it."""
         job = self.job
         embedded = embed(
-            job.model, data, device=job.device, autocast=job.pieces.autocast, workers=self.workers_for(len(data))
+            job.model, data, device=job.device, autocast=job.context.autocast, workers=self.workers_for(len(data))
         )
         if not self.told_of_captions and (shared := embedded.shared_captions("the held-out data")):
             self.tell(f"warning: {shared}")
@@ -69,7 +69,7 @@ class HeldOutData:
         job, metrics, sets = self.job, dict[str, float](), {}
         for labelled, prompts in job.zero_shot:
             found = classify(
-                job.model, labelled, prompts, device=job.device, autocast=job.pieces.autocast,
+                job.model, labelled, prompts, device=job.device, autocast=job.context.autocast,
                 workers=self.workers_for(len(labelled)),
             )  # fmt: skip
             metrics |= {f"{found.name}/{name}": value for name, value in found.metrics().items()}

@@ -1,11 +1,12 @@
 """Gradient caching: the gradients of a large batch with the memory of a small one, exact for every loss.
 
-The micro-batches are embedded without keeping activations, the loss sees all embeddings and gives their gradients,
-and each micro-batch is embedded again, now with activations, to carry its part of them to the weights. Random numbers
-are replayed, so that dropout drops the same; the loss, and with it the estimators, is called once.
+1. Embed the micro-batches without keeping activations.
+2. Compute the loss of all embeddings and its gradients, once: the estimators are updated once.
+3. Embed each micro-batch again, now with activations and the same random numbers (dropout), and propagate its share
+   of the gradients to the weights.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,37 +14,44 @@ from torch import Tensor
 from leanclip.data import Batch
 from leanclip.distributed import gradient_sync
 from leanclip.losses import LossOutput
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 
-def cached(pieces: Pieces, batch: Batch) -> LossOutput:
-    """Loss and gradients of a batch in `pieces.parts` micro-batches."""
-    parts = batch.split(pieces.parts)
+def cached(context: StepContext, batch: Batch) -> LossOutput:
+    """Loss and gradients of a batch in `context.micro_batches` micro-batches."""
+    parts = batch.split(context.micro_batches)
     device = batch.images.device
-    states, embedded = [], []
-    inputs = [(part.images, pieces.texts(part.tokens, part.lengths)) for part in parts]
-    with torch.no_grad(), pieces.autocast:
-        for pair in pieces.norms.broadcast_from_first(inputs):
+    inputs = [(part.images, context.texts(part.tokens, part.lengths)) for part in parts]
+    states, embeddings = [], []
+    with torch.no_grad(), context.autocast:
+        for micro_batch in context.norms.as_one_update(inputs):
             states.append(RandomState.now(device))
-            embedded.append(pieces.towers(*pair))
-    image, text = (torch.cat(side).requires_grad_() for side in zip(*embedded, strict=True))
+            embeddings.append(_embed(context, micro_batch))
+    image, text = (torch.cat(side).requires_grad_() for side in zip(*embeddings, strict=True))
 
-    with pieces.autocast:
-        output = pieces.loss(image, text, batch.sample_ids, global_batch=pieces.batch)
-    pieces.scale.apply(output.loss).backward()
+    context.phase("loss")
+    with context.autocast:
+        output = context.loss(image, text, batch.sample_ids, global_batch=context.global_batch)
+    context.scale.apply(output.loss).backward()
     assert image.grad is not None and text.grad is not None
 
     sizes = [len(part) for part in parts]
     gradients = zip(image.grad.split(sizes), text.grad.split(sizes), strict=True)
-    with pieces.norms.frozen():
-        for number, (given, state, pulls) in enumerate(zip(inputs, states, gradients, strict=True), 1):
+    with context.norms.frozen():
+        for number, (micro_batch, state, gradient) in enumerate(zip(inputs, states, gradients, strict=True), 1):
             state.restore(device)
-            with gradient_sync(pieces.towers, number == len(parts)):
-                with pieces.autocast:
-                    pair = pieces.towers(*given)
-                trained = [(side, pull) for side, pull in zip(pair, pulls, strict=True) if side.requires_grad]
-                torch.autograd.backward([side for side, _ in trained], [pull for _, pull in trained])
+            with gradient_sync(context.towers, number == len(parts)):
+                with context.autocast:
+                    pair = _embed(context, micro_batch)
+                context.phase("backward")
+                trained = [(side, grad) for side, grad in zip(pair, gradient, strict=True) if side.requires_grad]
+                torch.autograd.backward([side for side, _ in trained], [grad for _, grad in trained])
     return output
+
+
+def _embed(context: StepContext, micro_batch: tuple[Tensor, Any]) -> tuple[Tensor, Tensor]:
+    context.phase("image tower")
+    return context.towers(*micro_batch, lambda _: context.phase("text tower"))
 
 
 class RandomState(NamedTuple):

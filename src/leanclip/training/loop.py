@@ -106,7 +106,7 @@ def open_log(job: Job, directory: RunDirectory) -> MetricsLog | None:
         except OSError as error:
             raise UserError(f"cannot write {directory.metrics} ({error.strerror})") from error
 
-    job.ranks.broadcast_from_first(open_it)
+    job.context.ranks.broadcast_from_first(open_it)
     return opened[0] if opened else None
 
 
@@ -169,14 +169,14 @@ class _Trainer:
             self.progress.print(f"the run is finished: step {self.step} of {job.steps}; raise --epochs to go on")
             return Ending(job.resume_from)
         job.model.train()
-        job.loss.train()
+        job.context.loss.train()
         if self.step == 0:
             self.evaluate()
         self.texts()
         self.stop.tell = self.progress.print
         while not stopped:
             for batch in self.batches():
-                job.loss.set_epoch(self.epoch + self.epoch_step / job.loader.steps_per_epoch, job.epochs)
+                job.context.loss.set_epoch(self.epoch + self.epoch_step / job.loader.steps_per_epoch, job.epochs)
                 result = self.take_step(batch)
                 if self.step == job.position.step + 1 and job.device.type == "cuda":
                     self.checkpoints.prepare()
@@ -216,7 +216,7 @@ class _Trainer:
             if batch is None:
                 return
             self.met.append((len(batch), dict(batch.broken), batch.examples))
-            if self.job.ranks.size == 1:
+            if self.job.context.ranks.size == 1:
                 self.count_broken()
             yield batch
 
@@ -224,21 +224,21 @@ class _Trainer:
         """What all processes met since the last time; too many broken samples end the run on all of them alike."""
         met, self.met = self.met, []
         try:
-            for everyones in self.job.ranks.all_gather_objects(met):
+            for everyones in self.job.context.ranks.all_gather_objects(met):
                 for entry in everyones:
                     self.broken.add(*entry)
         except UserError as error:
-            error.shown = not self.job.ranks.first
+            error.shown = not self.job.context.ranks.first
             raise
 
     def take_step(self, batch: Batch) -> StepResult:
         job, optim = self.job, self.job.config.optim
         assert optim.lr is not None
         self.lr = scheduled(optim, self.step, steps=job.steps, steps_per_epoch=job.loader.steps_per_epoch)
-        set_learning_rate(job.optimizer, self.lr, peak=optim.lr)
+        set_learning_rate(job.context.optimizer, self.lr, peak=optim.lr)
         TRAFFIC_COUNTER.clear()
         began = time.perf_counter()
-        result = training_step(job.pieces, batch)
+        result = training_step(job.context, batch)
         if job.compiled and self.step == job.position.step:
             took = time.perf_counter() - began
             self.progress.print(f"the first step took {took:.0f} s, to compile the towers (--compile off does not)")
@@ -250,13 +250,13 @@ class _Trainer:
         self.epoch_step += 1
         self.samples += job.loader.batch
         self.clock.samples += job.loader.batch
-        if job.ranks.size > 1 and not self.sent:
+        if job.context.ranks.size > 1 and not self.sent:
             self.tell_traffic()
         return result
 
     def judge(self, result: StepResult) -> Verdict:
         """Whether to go on after a step; says so where it was skipped."""
-        scale = self.job.pieces.scale
+        scale = self.job.context.scale
         finite_loss = not result.skipped or math.isfinite(float(result.loss))
         if result.skipped:
             remedy = "lower --lr, or set --grad-clip-norm 1"
@@ -273,7 +273,7 @@ class _Trainer:
         """Go back to the newest checkpoint, in this process, on all ranks alike. Says whether there is one."""
         job = self.job
         self.checkpoints.finish()
-        found = job.ranks.broadcast_from_first(self.newest_checkpoint)
+        found = job.context.ranks.broadcast_from_first(self.newest_checkpoint)
         if found is None:
             return False
         saved = SavedRun.open(Path(found))
@@ -304,7 +304,7 @@ class _Trainer:
 
     def give_up(self, result: StepResult, batch: Batch) -> NoReturn:
         """Write down what went wrong, and end the run on all ranks alike."""
-        job, pieces = self.job, self.job.pieces
+        job, context = self.job, self.job.context
         facts = {
             "step": self.step,
             "epoch": self.epochs_done,
@@ -312,11 +312,11 @@ class _Trainer:
             "skipped_steps": self.skipped,
             "went_back_to": None if self.went_back_to is None else str(self.went_back_to),
             "lr": self.lr,
-            "loss_scale": pieces.scale.value if pieces.scale.grows else None,
-            "grad_clip_norm": pieces.grad_clip_norm,
+            "loss_scale": context.scale.value if context.scale.grows else None,
+            "grad_clip_norm": context.grad_clip_norm,
         } | to_host({"loss": result.loss, "grad_norm": result.grad_norm} | dict(result.metrics))
-        facts["tau"] = float(job.loss.temperature())
-        found = diagnosis(pieces, batch, result.gradient_norms, facts)
+        facts["tau"] = float(job.context.loss.temperature())
+        found = diagnosis(context, batch, result.gradient_norms, facts)
         path = self.directory.diagnosis
         if self.log is not None:
             with suppress(OSError):
@@ -328,18 +328,18 @@ class _Trainer:
             f"stopped at step {self.step}: loss or gradient was not finite {self.bad_steps.limit} times in a row,"
             f" {again}; {path} says where: {advice(found)}"
         )
-        error.shown = not job.ranks.first
+        error.shown = not job.context.ranks.first
         raise error
 
     def tell_traffic(self) -> None:
         """Once a run: what its loss sends in a step, beside what others would."""
-        self.sent = compare_traffic(TRAFFIC_COUNTER, ranks=self.job.ranks.size)
+        self.sent = compare_traffic(TRAFFIC_COUNTER, ranks=self.job.context.ranks.size)
         if self.log is not None:
             with suppress(OSError):
                 self.directory.describe(communication=self.sent._asdict())
         own, openclip, disco = (f"{amount / 1e6:,.2f} MB" for amount in self.sent)
         self.progress.print(
-            f"{self.job.ranks.size} processes; for the loss each receives {own} a step"
+            f"{self.job.context.ranks.size} processes; for the loss each receives {own} a step"
             f" (OpenCLIP's local loss {openclip}, DisCo-CLIP {disco})"
         )
 
@@ -348,7 +348,7 @@ class _Trainer:
         return round(self.epoch + self.epoch_step / self.job.loader.steps_per_epoch, 6)
 
     def report(self, result: StepResult) -> None:
-        if self.job.ranks.size > 1:
+        if self.job.context.ranks.size > 1:
             self.count_broken()
         if self.log is None:
             return
@@ -369,11 +369,11 @@ class _Trainer:
     def communication(self) -> dict[str, float]:
         """What the last step's loss sent, and the scale of its fp16 gradients."""
         found: dict[str, float] = {}
-        if self.job.ranks.size > 1:
+        if self.job.context.ranks.size > 1:
             calls, size = TRAFFIC_COUNTER.loss_total()
             found |= {"loss_collectives": calls, "loss_bytes": size}
-        if self.job.pieces.scale.grows:
-            found["loss_scale"] = self.job.pieces.scale.value
+        if self.job.context.scale.grows:
+            found["loss_scale"] = self.job.context.scale.value
         return found
 
     def evaluate(self) -> bool:
@@ -392,7 +392,7 @@ class _Trainer:
 
     def log_state(self) -> None:
         """How the per-sample numbers are spread; all ranks count together."""
-        found = state_histograms(self.job.loss)
+        found = state_histograms(self.job.context.loss)
         if self.log is not None:
             self.log.histograms(step=self.step, epoch=self.epochs_done, found=found)
 
@@ -433,8 +433,8 @@ def describe(job: Job, version: str) -> dict[str, object]:
         "train_samples": len(job.data.train),
         "left_out": dict(job.data.train.source.broken),
         "global_batch": config.data.global_batch_size,
-        "processes": job.ranks.size,
-        "micro_batches": job.pieces.parts,
+        "processes": job.context.ranks.size,
+        "micro_batches": job.context.micro_batches,
         "steps": job.steps,
         "epochs": config.run.epochs,
         "ema": config.run.ema,

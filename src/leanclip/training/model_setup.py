@@ -16,7 +16,7 @@ CAPTION, PATCH = 16, 16  # tokens and pixels, about
 SMALL = 4e12  # operations of the towers in a step: about 10 ms on a fast GPU
 
 
-def build_towers(config: TrainConfig, start: ModelConfig | None = None, *, shapes_only: bool = False) -> TwoTower:
+def build_model(config: TrainConfig, start: ModelConfig | None = None, *, shapes_only: bool = False) -> TwoTower:
     """On the CPU, or with `shapes_only` without weights; `start` is the model's part where a run is resumed."""
     model = create_model(
         start or config.model,
@@ -35,24 +35,24 @@ def build_towers(config: TrainConfig, start: ModelConfig | None = None, *, shape
     return model
 
 
-def depth(model: TwoTower) -> int | None:
+def tower_depth(model: TwoTower) -> int | None:
     """Blocks of the deeper tower, so many can be recomputed; None where it is all or none."""
     if not model.own_image or model.end_of_text is None:
         return None
     return max(len(tower.transformer.resblocks) for tower in (model.clip.visual, text_tower(model.clip)))
 
 
-def compiles(config: TrainConfig, model: TwoTower, ranks: Ranks, device: torch.device, steps: int) -> bool:
+def uses_compile(config: TrainConfig, model: TwoTower, ranks: Ranks, device: torch.device, steps: int) -> bool:
     """Whether the towers are compiled; where the user leaves it open, if that saves more time than it takes."""
     wanted, batch = config.parallel.compile, config.data.global_batch_size
     if wanted != "auto" or device.type != "cuda":
         return wanted == "on"
     assert batch is not None
-    fewer = RECORDED if records(config, model, ranks, device) else LAUNCHED
-    return steps * (work(model, batch / ranks.size) * SAVED + fewer) > COMPILING
+    fewer = RECORDED if uses_cuda_graph(config, model, ranks, device) else LAUNCHED
+    return steps * (tower_flops(model, batch / ranks.size) * SAVED + fewer) > COMPILING
 
 
-def records(config: TrainConfig, model: TwoTower, ranks: Ranks, device: torch.device) -> bool:
+def uses_cuda_graph(config: TrainConfig, model: TwoTower, ranks: Ranks, device: torch.device) -> bool:
     wanted, batch = config.parallel.graph, config.data.global_batch_size
     assert batch is not None
     possible = (
@@ -60,10 +60,10 @@ def records(config: TrainConfig, model: TwoTower, ranks: Ranks, device: torch.de
     )
     if wanted == "on" and not possible:
         raise UserError("--graph works on one GPU, with a text tower that runs at true length; leave it out")
-    return possible and (wanted == "on" or (wanted == "auto" and worth_recording(model, batch)))
+    return possible and (wanted == "on" or (wanted == "auto" and cuda_graph_pays(model, batch)))
 
 
-def work(model: TwoTower, batch: float) -> float:
+def tower_flops(model: TwoTower, batch: float) -> float:
     """Operations of the towers in a step, about. Of others than open_clip's own transformers little is known: there,
     each weight is taken to meet as many patches of 16 pixels as an image has, and each of a text tower as many tokens
     as a caption has."""
@@ -78,6 +78,6 @@ def work(model: TwoTower, batch: float) -> float:
     return 6 * batch * (image_work + text_work)
 
 
-def worth_recording(model: TwoTower, batch: int) -> bool:
+def cuda_graph_pays(model: TwoTower, batch: int) -> bool:
     """Whether launching would take longer than computing. Only what open_clip's own transformers do is known."""
-    return model.own_image and model.end_of_text is not None and work(model, batch) < SMALL
+    return model.own_image and model.end_of_text is not None and tower_flops(model, batch) < SMALL

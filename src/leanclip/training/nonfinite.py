@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from leanclip.data import Batch
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
 Verdict = Literal["go on", "reload", "stop"]
 
@@ -55,9 +55,9 @@ class BadSteps:
 
 
 @torch.no_grad()
-def gradient_norms(pieces: Pieces) -> dict[str, float]:
+def gradient_norms(context: StepContext) -> dict[str, float]:
     """The norm of every parameter's gradient, by its name. All ranks call it together; waits for the device."""
-    named = [*pieces.towers.named_parameters(), *pieces.loss.named_parameters(prefix="loss")]
+    named = [*context.towers.named_parameters(), *context.loss.named_parameters(prefix="loss")]
     found = {name.removeprefix("module.").removeprefix("clip."): p.grad for name, p in named if p.grad is not None}
     if not found:
         return {}
@@ -66,12 +66,14 @@ def gradient_norms(pieces: Pieces) -> dict[str, float]:
     ])  # fmt: skip
     if any(split := [isinstance(gradient, DTensor) for gradient in found.values()]):
         mask = torch.tensor(split, device=squares.device)
-        everyones = pieces.ranks.sum(torch.where(mask, squares, 0.0), purpose="diagnosis")
+        everyones = context.ranks.sum(torch.where(mask, squares, 0.0), purpose="diagnosis")
         squares = torch.where(mask, everyones, squares)
     return dict(zip(found, squares.sqrt().tolist(), strict=True))
 
 
-def diagnosis(pieces: Pieces, batch: Batch, norms: Mapping[str, float], facts: Mapping[str, Any]) -> dict[str, Any]:
+def diagnosis(
+    context: StepContext, batch: Batch, norms: Mapping[str, float], facts: Mapping[str, Any]
+) -> dict[str, Any]:
     """What there is to know about a step that went wrong. All ranks call it together; all get the same."""
     towers: dict[str, dict[str, Any]] = {}
     for name, norm in norms.items():
@@ -83,8 +85,8 @@ def diagnosis(pieces: Pieces, batch: Batch, norms: Mapping[str, float], facts: M
     return {
         **facts,
         "gradients": towers,
-        "weights_not_finite": _broken_weights(pieces),
-        "sample_ids": pieces.ranks.all_gather_objects(batch.sample_ids.tolist()),
+        "weights_not_finite": _broken_weights(context),
+        "sample_ids": context.ranks.all_gather_objects(batch.sample_ids.tolist()),
         "gradient_norms": dict(norms),
     }
 
@@ -102,12 +104,12 @@ def advice(found: Mapping[str, Any]) -> str:
 
 
 @torch.no_grad()
-def _broken_weights(pieces: Pieces) -> list[str]:
+def _broken_weights(context: StepContext) -> list[str]:
     """Parameters and batch-norm statistics that hold something that is no number."""
-    values = {**pieces.towers.state_dict(), **{f"loss.{n}": p for n, p in pieces.loss.named_parameters()}}
+    values = {**context.towers.state_dict(), **{f"loss.{n}": p for n, p in context.loss.named_parameters()}}
     values = {name: value for name, value in values.items() if value.is_floating_point()}
     own = torch.stack([(~_own(value).isfinite()).any() for value in values.values()]).to(torch.int32)
-    broken = pieces.ranks.sum(own, purpose="diagnosis").tolist()
+    broken = context.ranks.sum(own, purpose="diagnosis").tolist()
     return [name.removeprefix("module.").removeprefix("clip.") for name, n in zip(values, broken, strict=True) if n]
 
 

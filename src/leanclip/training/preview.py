@@ -36,14 +36,14 @@ def _facts(job: Job) -> dict[str, str]:
     config = job.config
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     trained = sum(parameter.numel() for parameter in job.model.parameters() if parameter.requires_grad)
-    state = sum(buffer.numel() * buffer.element_size() for buffer in job.loss.buffers())
+    state = sum(buffer.numel() * buffer.element_size() for buffer in job.context.loss.buffers())
     return {
         "model": f"{config.model.model}, {parameters:,} parameters, {trained:,} trained",
         "loss": config.run.loss,
         "training samples": f"{len(job.data.train):,}",
         "held-out samples": f"{len(job.data.val):,}" if job.data.val else "none",
-        "global batch": f"{config.data.global_batch_size:,} on {job.ranks.size} process(es),"
-        f" in {job.pieces.parts} micro-batch(es) each",
+        "global batch": f"{config.data.global_batch_size:,} on {job.context.ranks.size} process(es),"
+        f" in {job.context.micro_batches} micro-batch(es) each",
         "steps": f"{job.steps:,} ({job.loader.steps_per_epoch:,} an epoch, {config.optim.warmup:,} of warm-up)",
         "peak learning rate": f"{config.optim.lr:g}",
         "precision": f"{config.run.precision} on {job.device}",

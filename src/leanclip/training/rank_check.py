@@ -95,10 +95,13 @@ def _one(config: TrainConfig, launch: Launch, folder: Path) -> None:
 def _two_steps(config: TrainConfig) -> dict[str, Tensor]:
     job = set_up(config)
     job.model.train()
-    job.loss.train()
+    job.context.loss.train()
     _without_chance(job.model)
     found: dict[str, Tensor] = {}
-    named = [*job.model.named_parameters(), *((f"the loss's {name}", p) for name, p in job.loss.named_parameters())]
+    named = [
+        *job.model.named_parameters(),
+        *((f"the loss's {name}", p) for name, p in job.context.loss.named_parameters()),
+    ]
 
     def remember(*_: object) -> None:
         for name, parameter in named:
@@ -107,15 +110,15 @@ def _two_steps(config: TrainConfig) -> dict[str, Tensor]:
                     full_tensor(parameter.grad).cpu().double().clone()
                 )
 
-    job.optimizer.register_step_pre_hook(remember)
-    for group in job.optimizer.param_groups:
+    job.context.optimizer.register_step_pre_hook(remember)
+    for group in job.context.optimizer.param_groups:
         group["lr"] = min(group["lr"], 1e-4)
     batches = job.loader.epoch(0)
     for step in range(min(STEPS, job.loader.steps_per_epoch)):
-        job.loss.set_epoch(step, STEPS)
-        result = training_step(job.pieces, next(batches).to(job.device, job.dtype))
+        job.context.loss.set_epoch(step, STEPS)
+        result = training_step(job.context, next(batches).to(job.device, job.dtype))
         found[f"loss of step {step + 1}"] = result.loss.cpu().double()
-    state = {name: full_tensor(value).cpu().double() for name, value in job.loss.state_dict().items()}
+    state = {name: full_tensor(value).cpu().double() for name, value in job.context.loss.state_dict().items()}
     return found | {f"the loss's {name}": value for name, value in state.items()}
 
 

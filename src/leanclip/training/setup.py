@@ -1,4 +1,4 @@
-"""From a configuration to the pieces of a run."""
+"""From a configuration to the a run that is ready to start."""
 
 import hashlib
 import math
@@ -11,7 +11,6 @@ from pathlib import Path, PurePath
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from leanclip.checkpointing.checkpoint import Position
 from leanclip.checkpointing.openclip import OpenClipCheckpoint
@@ -32,10 +31,10 @@ from leanclip.planning.fit import fitting
 from leanclip.runs.config import TrainConfig
 from leanclip.runs.defaults import fill, total_steps
 from leanclip.runs.trackers import check_trackers
-from leanclip.training.cuda_graph import Recorder
+from leanclip.training.cuda_graph import CudaGraphs
 from leanclip.training.kernel_warmup import ENOUGH, Ahead, rehearsals
-from leanclip.training.model_setup import build_towers, compiles, records
-from leanclip.training.step_context import Pieces
+from leanclip.training.model_setup import build_model, uses_compile, uses_cuda_graph
+from leanclip.training.step_context import StepContext
 from leanclip.training.weight_average import WeightEMA
 
 SHARDED_OPTIMIZERS = ("adamw", "lamb", "lion", "sgdm")
@@ -49,10 +48,7 @@ class Job:
     device: torch.device
     data: Datasets
     model: TwoTower
-    loss: ContrastiveLoss
-    optimizer: Optimizer
-    pieces: Pieces  # what a step takes of the above
-    ranks: Ranks
+    context: StepContext  # loss, optimizer, ranks and what else a step works with
     loader: TrainingLoader
     steps: int
     state: RunState  # what of the above a checkpoint holds
@@ -159,7 +155,7 @@ def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
     torch.manual_seed(run.seed)
     start = config.model if saved is None else replace(config.model, pretrained=str(saved.path))
     double = run.precision == "fp64"
-    model = build_towers(config, start)
+    model = build_model(config, start)
     config = replace(config, loss=_starting_temperature(config, model))
     notes = [] if saved is None else saved.compare(
         config, model.open_clip_config(), samples=len(data.train.source), reset_loss=reset
@@ -185,7 +181,7 @@ def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
     ahead = Ahead(rehearsals(model, twin, batch=batch, autocast=precision, device=device) if early else (), device)
     micro = config.parallel.micro_batch or fitting(config, samples=len(data.train.source), ranks=ranks, device=device)
     steps = total_steps(config, samples=len(data.train), batch=batch)
-    compiled = compiles(config, model, ranks, device, steps)
+    compiled = uses_compile(config, model, ranks, device, steps)
     if compiled:
         model.compile_towers(whole=not config.parallel.fsdp)
     model, towers = _over_ranks(model, config, ranks, device)
@@ -213,24 +209,24 @@ def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
     )
     if ranks.rank > 0:
         torch.manual_seed(run.seed + 7919 * ranks.rank)  # else all ranks' dropout would drop alike
-    pieces = Pieces(
+    context = StepContext(
         towers=towers,
         loss=loss,
         optimizer=optimizer,
-        batch=batch,
+        global_batch=batch,
         autocast=autocast,
         grad_clip_norm=optim.grad_clip_norm,
         scale=LossScale.of(run.precision),
         ranks=ranks,
-        parts=_parts(micro, ranks, batch),
+        micro_batches=_parts(micro, ranks, batch),
         texts=model.texts,
-        recorder=Recorder(model, autocast) if records(config, model, ranks, device) else None,
+        cuda_graphs=CudaGraphs(model, autocast) if uses_cuda_graph(config, model, ranks, device) else None,
     )
-    if pieces.norms.layers and batch // ranks.size // pieces.parts < 2:
+    if context.norms.layers and batch // ranks.size // context.micro_batches < 2:
         raise UserError(
             "batch normalisation needs two samples in every micro-batch; raise --micro-batch or the batch"
         )
-    state = RunState(model=model, loss=loss, optimizer=optimizer, scale=pieces.scale, ema=ema, device=device)
+    state = RunState(model=model, loss=loss, optimizer=optimizer, scale=context.scale, ema=ema, device=device)
     group = gloo_group(ranks)
     position = Position(step=0, epoch=0, epoch_step=0, samples=0, seconds=0.0, best=None)
     if saved is not None:
@@ -243,16 +239,16 @@ def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
         if grown and not reset and isinstance(loss, GlobalContrastiveLoss):
             loss.resize(len(data.train.source))
     elif resume_from is not None:
-        position, taken = _go_on(resume_from, model, pieces, loader, position)
+        position, taken = _go_on(resume_from, model, context, loader, position)
         notes.append(f"resumed {taken}")
         if position.step >= steps:
             raise UserError(f"{resume_from} ends where this run does, at step {steps} or later; raise --epochs")
     if (late := ahead.wait()) is not None:
         notes.append(f"warning: {late}")
     return Job(
-        config=config, device=device, data=data, model=model, loss=loss, optimizer=optimizer, pieces=pieces,
-        ranks=ranks, loader=loader, steps=steps, state=state, group=group, position=position,
-        resume_from=resume_from, notes=(*(f"warning: {each}" for each in warnings), *notes), zero_shot=zero_shot,
+        config=config, device=device, data=data, model=model, context=context, loader=loader, steps=steps,
+        state=state, group=group, position=position, resume_from=resume_from, zero_shot=zero_shot,
+        notes=(*(f"warning: {each}" for each in warnings), *notes),
         ema=ema, compiled=compiled,
         same_loss=saved is None or (not reset and len(data.train.source) == saved.content["samples"]),
     )  # fmt: skip
@@ -320,11 +316,11 @@ def _with_foreign_weights(config: TrainConfig, resume_from: Path | None) -> Trai
 
 
 def _go_on(
-    file: Path, model: TwoTower, pieces: Pieces, loader: TrainingLoader, start: Position
+    file: Path, model: TwoTower, context: StepContext, loader: TrainingLoader, start: Position
 ) -> tuple[Position, str]:
     """After the epochs that OpenCLIP has done, with its optimizer's state."""
     found = OpenClipCheckpoint.read(file)
-    taken = found.restore(model, pieces.loss, pieces.optimizer, pieces.scale)
+    taken = found.restore(model, context.loss, context.optimizer, context.scale)
     step = found.epoch * loader.steps_per_epoch
     return replace(start, step=step, epoch=found.epoch, samples=step * loader.batch), taken
 

@@ -1,8 +1,7 @@
 """One training step. It reads like the algorithm; everything else is elsewhere."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,9 +11,9 @@ from leanclip.distributed import full_tensor
 from leanclip.losses import LossOutput
 from leanclip.training.gradient_caching import cached
 from leanclip.training.nonfinite import gradient_norms
-from leanclip.training.step_context import Pieces
+from leanclip.training.step_context import StepContext
 
-ADDED = 1e-6  # to the norm by torch's clipping, which multiplies by 1 where the sum is below the limit
+CLIP_EPSILON = 1e-6  # added to the norm by torch's clipping, which changes nothing where the sum is below the limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,33 +27,31 @@ class StepResult:
     gradient_norms: Mapping[str, float] = field(default_factory=dict)  # by parameter, of a skipped step
 
 
-def training_step(pieces: Pieces, batch: Batch) -> StepResult:
+def training_step(context: StepContext, batch: Batch) -> StepResult:
     """Embed both sides, compute the loss and its gradients, take one optimizer step."""
-    loss, optimizer, scale = pieces.loss, pieces.optimizer, pieces.scale
-    pieces.norms.remember()
-    output = loss_and_gradients(pieces, batch)
+    loss, optimizer, scale = context.loss, context.optimizer, context.scale
+    context.norms.remember()
+    output = loss_and_gradients(context, batch)
 
-    scale.remove([*pieces.parameters, *loss.parameters()])
-    gradients = [parameter.grad for parameter in pieces.parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    grad_norm = full_tensor(norm)
-    own = [parameter.grad for parameter in loss.parameters() if parameter.grad is not None]
-    value = output.loss.detach()
-    asked = [torch.isfinite(sum(own, grad_norm) + value)]
-    if pieces.grad_clip_norm:
-        asked.append(grad_norm + ADDED > pieces.grad_clip_norm)
+    context.phase("optimizer")
+    scale.remove([*context.parameters, *loss.parameters()])
+    norm = torch.nn.utils.get_total_norm(_gradients(context.parameters))
+    grad_norm, value = full_tensor(norm), output.loss.detach()
+    flags = [torch.isfinite(sum(_gradients(loss.parameters()), grad_norm) + value)]
+    if context.grad_clip_norm:
+        flags.append(grad_norm + CLIP_EPSILON > context.grad_clip_norm)
     # The one place where a step waits for the device. All ranks have the same loss and norm, so all decide alike.
-    finite, *large = torch.stack(asked).tolist()
+    finite, *large = torch.stack(flags).tolist()
     norms: Mapping[str, float] = {}
     if finite:
-        if pieces.grad_clip_norm and any(large):
-            torch.nn.utils.clip_grads_with_norm_(pieces.parameters, pieces.grad_clip_norm, norm)
+        if context.grad_clip_norm and any(large):
+            torch.nn.utils.clip_grads_with_norm_(context.parameters, context.grad_clip_norm, norm)
         optimizer.step()
-        pieces.norms.average(pieces.ranks)
+        context.norms.average(context.ranks)
     else:
-        norms = gradient_norms(pieces)
+        norms = gradient_norms(context)
         loss.rollback()
-        pieces.norms.restore()
+        context.norms.restore()
     scale.update(finite)
     optimizer.zero_grad(set_to_none=True)
     return StepResult(
@@ -62,19 +59,30 @@ def training_step(pieces: Pieces, batch: Batch) -> StepResult:
     )
 
 
-def loss_and_gradients(pieces: Pieces, batch: Batch) -> LossOutput:
-    """Of the batch at once, of its micro-batches, or replayed from a recording."""
-    if pieces.parts > 1:
-        return cached(pieces, batch)
-    recorded = None if pieces.recorder is None else pieces.recorder(pieces, batch)
-    return direct(pieces, batch) if recorded is None else recorded.replay(pieces)
+def loss_and_gradients(context: StepContext, batch: Batch) -> LossOutput:
+    """Of the whole batch at once, of its micro-batches, or replayed from a CUDA graph."""
+    if context.micro_batches > 1:
+        return cached(context, batch)
+    graph = None if context.cuda_graphs is None else context.cuda_graphs(context, batch)
+    return direct(context, batch) if graph is None else graph.replay(context)
 
 
-def direct(pieces: Pieces, batch: Batch) -> LossOutput:
-    """Loss and gradients of a batch at once. The images' embeddings travel while the texts' are computed."""
-    send = partial(pieces.loss.send_ahead, global_batch=pieces.batch)
-    with pieces.autocast:
-        image, text = pieces.towers(batch.images, pieces.texts(batch.tokens, batch.lengths), send)
-        output = pieces.loss(image, text, batch.sample_ids, global_batch=pieces.batch)
-    pieces.scale.apply(output.loss).backward()
+def direct(context: StepContext, batch: Batch) -> LossOutput:
+    """Loss and gradients of a batch at once. The image embeddings are sent while the captions are embedded."""
+
+    def send(image: Tensor) -> None:
+        context.loss.send_ahead(image, global_batch=context.global_batch)
+        context.phase("text tower")
+
+    context.phase("image tower")
+    with context.autocast:
+        image, text = context.towers(batch.images, context.texts(batch.tokens, batch.lengths), send)
+        context.phase("loss")
+        output = context.loss(image, text, batch.sample_ids, global_batch=context.global_batch)
+    context.phase("backward")
+    context.scale.apply(output.loss).backward()
     return output
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

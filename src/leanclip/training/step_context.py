@@ -17,22 +17,24 @@ from leanclip.optim.loss_scale import LossScale
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
-    towers: nn.Module  # images and tokens to embeddings; DDP around the model, or the model itself
+class StepContext:
+    towers: nn.Module  # images and captions to embeddings: the model, or DDP around it
     loss: ContrastiveLoss
     optimizer: Optimizer
-    batch: int  # the global one
-    parts: int = 1  # micro-batches
+    global_batch: int
+    micro_batches: int = 1
     texts: Callable[[Tensor, Tensor | None], Any] = lambda tokens, _: tokens  # tokens and lengths to what towers take
-    recorder: Callable[["Pieces", Batch], Any] | None = None  # the step as a CUDA graph, where that is worth it
+    cuda_graphs: Callable[["StepContext", Batch], Any] | None = None  # replays the step where that saves time
     autocast: torch.autocast = field(default_factory=lambda: torch.autocast("cpu", enabled=False))
     grad_clip_norm: float | None = None
     scale: LossScale = field(default_factory=LossScale)
     ranks: Ranks = field(default_factory=Ranks.current)
+    phase: Callable[[str], None] = lambda name: None
+    """Called where a step enters a phase: image tower, text tower, loss, backward, optimizer. Not by a CUDA graph."""
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
-        """The towers'. Looking for them takes the host longer than a small model's kernels take the GPU."""
+        """The towers'. Collecting them takes the host longer than a small model's kernels take the GPU."""
         return list(self.towers.parameters())
 
     @cached_property
