@@ -91,7 +91,7 @@ def test_running_averages_move_once_by_the_mean_over_the_micro_batches():
     mean, variance = norm.running_mean.clone(), norm.running_var.clone()
     averages = RunningAverages(norm)
     averages.remember()
-    for part in averages.broadcast_from_first(parts):
+    for part in averages.as_one_update(parts):
         norm(part)
     with averages.frozen():
         for part in parts:
