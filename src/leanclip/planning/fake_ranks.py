@@ -14,7 +14,7 @@ from leanclip.distributed import TRAFFIC_COUNTER, PendingGather, Ranks
 from leanclip.models import blocks
 from leanclip.models import transformer_towers as towers
 from leanclip.ops import attention
-from leanclip.planning.compiled_cost import Compiler
+from leanclip.planning.compiled_cost import traced_compile
 from leanclip.planning.loss_kernels import TracedEngine
 from leanclip.planning.step_trace import Trace
 
@@ -65,7 +65,7 @@ def pretending(trace: Trace, *, ranks: int, processors: int) -> Iterator[Pretend
 
     with contextlib.ExitStack() as stack:
         for module in (blocks, towers):
-            stack.enter_context(_exchanged(module, "compiled", Compiler(trace)))
+            stack.enter_context(_exchanged(module, "compiled", traced_compile))
         stack.enter_context(_exchanged(attention, "_kernel", in_short_kernel))
         stack.enter_context(_exchanged(Ranks, "current", staticmethod(lambda: first)))
         stack.enter_context(_exchanged(ops, "implementation", implementation))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from leanclip import ops
 from leanclip.ops.attention import short_attention, short_attention_backward
-from leanclip.planning.compiled_cost import Compiler
+from leanclip.planning.compiled_cost import traced_compile
 from leanclip.planning.gpu_model import LAUNCH, Card, Host, Shares
 from leanclip.planning.step_trace import tracing
 
@@ -189,7 +189,7 @@ def _fused(made: _Maker, bandwidth: float) -> dict[str, float]:
     with tracing() as trace:
         fakes = given(lambda *shape, dtype: torch.empty(shape, dtype=dtype))
         trace.start_again()
-        ahead = Compiler(trace)(_between_products)(*fakes)
+        ahead = traced_compile(_between_products)(*fakes)
         torch.autograd.grad(ahead, fakes, [torch.empty_like(each) for each in ahead])
     moved: Counter[tuple[str, bool]] = Counter()
     for kernel, count in trace.kernels.items():
@@ -368,7 +368,7 @@ def _launches(*, compiled: bool) -> tuple[int, int]:
         x = torch.randn(4, 16, 64)
         trace.start_again()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = _through(layers, x, Compiler(trace)(_run) if compiled else _run)
+            loss = _through(layers, x, traced_compile(_run) if compiled else _run)
         loss.backward()
     backward = sum(count for kernel, count in trace.kernels.items() if kernel.phase == "backward")
     return trace.kernels.total() - backward, backward

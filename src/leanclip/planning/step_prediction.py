@@ -19,7 +19,7 @@ from leanclip.models.text_length import Texts, layout
 from leanclip.ops.attention import Packing
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.optim.loss_scale import LossScale
-from leanclip.planning.compiled_cost import Compiler
+from leanclip.planning.compiled_cost import traced_compile
 from leanclip.planning.fake_ranks import pretending
 from leanclip.planning.step_trace import Begun, Cost, Kernel, Trace, faked, tracing
 from leanclip.runs.config import TrainConfig
@@ -97,7 +97,7 @@ def predict_step(
         model = faked(model, trace, "weights").train()
         if model.compiled and not (model.own_image or config.parallel.fsdp):
             visual = model.clip.visual
-            visual._compiled_call_impl = partial(Compiler(trace)(nn.Module._call_impl), visual)
+            visual._compiled_call_impl = partial(traced_compile(nn.Module._call_impl), visual)
         with trace.during("other", "state tables"):
             loss = make_loss() if make_loss else loss_from_config(config.run.loss, config.loss, num_samples=samples)
         if precision == "fp64":

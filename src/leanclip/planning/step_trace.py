@@ -107,6 +107,8 @@ class Begun(NamedTuple):
 class Trace(TorchDispatchMode):
     """The kernels, the bytes alive by part, and the parts at the highest total."""
 
+    active: "Trace | None" = None
+
     def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__()
         self.capability = capability
@@ -185,6 +187,12 @@ class Trace(TorchDispatchMode):
             yield
         finally:
             self.phase, self.part = before
+
+    @staticmethod
+    def current() -> "Trace":
+        """The one of the innermost `tracing`."""
+        assert Trace.active is not None
+        return Trace.active
 
     @property
     def now(self) -> str:
@@ -273,6 +281,7 @@ def tracing(capability: tuple[int, int] = (9, 0)) -> Iterator[Trace]:
     trace = Trace(capability)
     one_thread = torch.autograd.set_multithreading_enabled(False)  # so that the backward pass is traced too
     with cuda_autocast(capability), FakeTensorMode(allow_non_fake_inputs=True), trace, one_thread:
+        Trace.active = trace
         yield trace
 
 
