@@ -91,12 +91,13 @@ def _compile(flat: _Flat) -> Program:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
+    module: Any = flat  # which need not be a graph
     mode = next(value.fake_mode for value in flat.values if isinstance(value, FakeTensor))
     with _disable_current_modes(), saved_tensors_hooks(_unchanged, _unchanged):
         with mode:
             values = [_new(value).requires_grad_(value.requires_grad) for value in flat.values]
         return aot_module_simplified(
-            flat, values, _lowered, _lowered, min_cut_rematerialization_partition, select_decomp_table()
+            module, values, _lowered, _lowered, min_cut_rematerialization_partition, select_decomp_table()
         )
 
 
@@ -105,8 +106,8 @@ def _unchanged(value: Tensor) -> Tensor:
     return value
 
 
-def _lowered(graph: GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    kernels = Kernels(graph)
+def _lowered(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    kernels = Kernels(gm)
 
     def run(values: list[Any]) -> list[Any]:
         return kernels.run(values)
