@@ -9,12 +9,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import tomli_w
 
 from leanclip.errors import UserError
 from leanclip.runs import TrainConfig
+from leanclip.settings import Accepted
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,7 +26,7 @@ __all__ = ["TrainConfig", "flatten", "load_toml", "override", "save_toml"]
 
 
 def flatten(config: TrainConfig) -> dict[str, Any]:
-    """All values by flag name; the open ones (None) are left out."""
+    """All values by flag name, without those that are None."""
     flat = {}
     for part in fields(config):
         component = getattr(config, part.name)
@@ -45,56 +46,35 @@ def override(config: TrainConfig, values: Mapping[str, Any], source: str) -> Tra
         if name not in owners:
             near = difflib.get_close_matches(name, owners, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; the keys are {', '.join(sorted(owners))}"
-            raise UserError(f"{source}: unknown key {name!r}{hint}")
+            raise UserError(f"{source}: unknown key {name!r}{hint}", code="config.unknown_key")
         component = type(getattr(config, owners[name]))
-        changes.setdefault(owners[name], {})[name] = _typed(component, name, value, source)
-    given = changes.get("data", {})
-    for one, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
-        if one in given and other not in given:
-            given[other] = None  # a later source says it the other way
+        changes.setdefault(owners[name], {})[name] = _checked(component, name, value, source)
+    batch = changes.get("data", {})
+    for name, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
+        if name in batch:
+            batch.setdefault(other, None)  # this source replaces the batch size of the one before
     try:
         return replace(config, **{part: replace(getattr(config, part), **new) for part, new in changes.items()})
     except ValueError as error:
-        raise UserError(f"{source}: {error}") from error
+        raise UserError(f"{source}: {error}", code="config.bad_value") from error
 
 
 def load_toml(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise UserError(f"no such config file: {path}")
+        raise UserError(f"no such config file: {path}", code="config.not_found")
     try:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from error
+        raise UserError(f"{path} is not valid TOML: {error}", code="config.bad_toml") from error
 
 
 def save_toml(config: TrainConfig, path: Path) -> None:
     path.write_text(tomli_w.dumps(flatten(config)))
 
 
-def _typed(component: type, name: str, value: Any, source: str) -> Any:
-    """The value as the field's type, or an error that says what is allowed."""
-    hint = get_type_hints(component)[name]
-    options = [option for option in (get_args(hint) or (hint,)) if option is not type(None)]
-    literals = [item for option in (hint, *options) for item in get_args(option) if isinstance(item, str)]
-    if literals:
-        if value in literals:
-            return value
-        raise UserError(f"{source}: {name} is {value!r}; choose from {', '.join(literals)}")
-    if isinstance(value, list):
-        if hint == tuple[str, ...]:
-            if not all(type(item) is str for item in value):
-                raise UserError(f"{source}: {name} is {value!r}; expected a list of texts")
-            return tuple(value)
-        items = next((get_args(option) for option in options if get_args(option)), ())
-        if len(value) != len(items) or not all(type(item) in (int, float) for item in value):
-            raise UserError(f"{source}: {name} is {value!r}; expected {len(items) or 'no'} numbers")
-        return tuple(float(item) for item in value)
-    if float in options and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    expected = tuple(
-        {tuple if get_args(option) else option for option in options if isinstance(option, type) or get_args(option)}
-    )
-    if type(value) not in expected:
-        names = " or ".join(getattr(option, "__name__", str(option)) for option in options)
-        raise UserError(f"{source}: {name} is {value!r}; expected {names}")
-    return value
+def _checked(component: type, name: str, value: Any, source: str) -> Any:
+    """The value as the field's type."""
+    try:
+        return Accepted.of(get_type_hints(component)[name]).from_toml(value)
+    except ValueError as error:
+        raise UserError(f"{source}: {name} is {error}", code="config.bad_value") from None

@@ -13,7 +13,8 @@ from leanclip.data.datasets import BUNDLED
 from refusal import refusal_code
 
 
-def complaint(arguments, capsys):
+def refusal(arguments, capsys):
+    """The line that the command prints on stderr before it exits with code 2."""
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     captured = capsys.readouterr()
@@ -29,59 +30,75 @@ def train(*arguments):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["trian"], "cli.unknown_command"),
+        (train("--modle", "RN50"), "cli.unknown_flag"),
+        (train("--learning-rate", "3"), "cli.unknown_flag"),
+        (train("RN50"), "cli.unexpected_argument"),
+        (["evaluate"], "cli.missing_argument"),
+        (["report"], "cli.missing_argument"),
+        (train("--precision", "bf32"), "cli.bad_value"),
+        (train("--epochs", "many"), "cli.bad_value"),
+        (train("--tau", "abc"), "cli.bad_value"),
+        (train("--aug-scale", "0.5"), "cli.bad_value"),
+        (train("--epochs", "0"), "config.bad_value"),
+        (train("--seed", "-1"), "config.bad_value"),
+        (train("--lr", "nan"), "config.bad_value"),
+        (train("--beta1", "1.5"), "config.bad_value"),
+        (train("--opt", "lion", "--eps-opt", "-1"), "config.bad_value"),
+        (train("--config", "absent.toml"), "config.not_found"),
+        (["train", "--recipe", "dem"], "recipe.unknown"),
+    ],
+)
+def test_refusals_of_the_command_line(arguments, code, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refusal_code(refusal(arguments, capsys)) == code
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian"], ["unknown command", "train"]),
-        (train("--model", "ViT-B-23"), ["ViT-B-23", "nearest", "ViT-B-32"]),
-        (train("--model", "absent.json"), ["no such model config", "absent.json"]),
-        (train("--loss", "infonse"), ["infonse", "did you mean infonce?", "fastclip-v3"]),
-        (train("--modle", "RN50"), ["--modle", "did you mean --model?"]),
-        (train("--learning-rate", "3"), ["--learning-rate", "did you mean --lr?"]),
-        (train("--train-data", "pack.jsonl"), ["pack.jsonl is of no kind that is read", "CSV"]),
-        (train("--precision", "bf32"), ["bf32", "amp_bf16", "fp32"]),
-        (train("--epochs", "many"), ["--epochs", "many"]),
-        (train("--epochs", "0"), ["epochs is 0", "at least 1"]),
-        (train("--tau", "abc"), ["--tau 'abc': expected FLOAT"]),
-        (train("--aug-scale", "0.5"), ["--aug-scale '0.5': expected FLOAT FLOAT"]),
-        (train("--seed", "-1"), ["seed is -1"]),
-        (train("--tau", "0.001"), ["tau is 0.001", "tau_min 0.01"]),
-        (train("--opt", "adan"), ["--opt adan"]),
-        (train("--lr", "nan"), ["lr is nan", "positive and finite"]),
-        (train("--beta1", "1.5"), ["beta1 is 1.5", "[0, 1)"]),
-        (train("--opt", "lion", "--eps-opt", "-1"), ["eps_opt is -1.0", "positive"]),
-        (train("--train-data", "x{1..3"), ["braces"]),
+        (["trian"], ["did you mean train?"]),
+        (train("--modle", "RN50"), ["did you mean --model?"]),
+        (train("--learning-rate", "3"), ["did you mean --lr?"]),
+        (["train", "--recipe", "dem"], ["demo"]),
+        (train("--model", "ViT-B-23"), ["ViT-B-23", "ViT-B-32"]),
+        (train("--model", "absent.json"), ["absent.json"]),
+        (train("--loss", "infonse"), ["infonse", "infonce", "fastclip-v3"]),
+        (train("--train-data", "pack.jsonl"), ["pack.jsonl"]),
+        (train("--tau", "0.001"), ["0.001", "tau_min", "0.01"]),
+        (train("--opt", "adan"), ["--opt", "adan"]),
         (train("--opt", "adamww"), ["adamww", "adamw"]),
-        (train("--rho", "3"), ["infonce has no hyper-parameter 'rho'", "tau"]),
-        (train("--train-data", "absent-{0..3}.tar"), ["no such file", "absent-0.tar"]),
-        (train("--val-data", "absent.tar"), ["no such file", "absent.tar"]),
-        (train("--warmup", "5000"), ["--warmup 5000", "224 steps"]),
-        (train("--batch-size", "5000"), ["1830 training samples", "5000", "--batch-size"]),
-        (train("--resume", "absent"), ["--resume absent", "no such run"]),
-        (train("--config", "absent.toml"), ["no such config file", "absent.toml"]),
-        (train("--pretrained", "absent.pt"), ["absent.pt", "no such file"]),
+        (train("--rho", "3"), ["infonce", "rho", "tau"]),
+        (train("--train-data", "x{1..3"), ["x{1..3"]),
+        (train("--train-data", "absent-{0..3}.tar"), ["absent-0.tar"]),
+        (train("--val-data", "absent.tar"), ["absent.tar"]),
+        (train("--warmup", "5000"), ["--warmup", "5000", "224"]),
+        (train("--batch-size", "5000"), ["1830", "5000", "--batch-size"]),
+        (train("--resume", "absent"), ["--resume", "absent"]),
+        (train("--pretrained", "absent.pt"), ["absent.pt"]),
         (train("--device", "cuda:99"), ["cuda:99"]),
-        (train("--device", "tpu9"), ["tpu9", "cpu, cuda"]),
-        (train("--best-metric", "recall"), ["unknown --best-metric", "text_to_image_recall@10"]),
-        (train("--model", "ViT-B-32", "--pretrained", "openai"), ["QuickGELU", "--model ViT-B-32-quickgelu"]),
+        (train("--device", "tpu9"), ["tpu9", "cpu", "cuda"]),
+        (train("--best-metric", "recall"), ["--best-metric", "text_to_image_recall@10"]),
+        (train("--model", "ViT-B-32", "--pretrained", "openai"), ["--model ViT-B-32-quickgelu"]),
         (["selftest", "--device", "tpu9"], ["tpu9"]),
-        (["selftest", "--loss", "infonse"], ["did you mean infonce?"]),
-        (["train", "--recipe", "dem"], ["unknown recipe", "demo"]),
-        (["evaluate", "absent"], ["no such run or checkpoint: absent"]),
-        (["evaluate"], ["missing: CHECKPOINT"]),
+        (["selftest", "--loss", "infonse"], ["infonse", "infonce"]),
+        (["evaluate", "absent"], ["absent"]),
         (["report", "absent"], ["absent"]),
     ],
 )
-def test_one_line_and_exit_code_2(arguments, words, capsys, tmp_path, monkeypatch):
+def test_a_refusal_is_one_line_with_the_value_and_the_remedy(arguments, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = complaint(arguments, capsys)
-    for word in words:
-        assert word in line
+    line = refusal(arguments, capsys)
+    assert [word for word in words if word not in line] == [], line
     assert not (tmp_path / "logs").exists()
 
 
 def test_resuming_a_directory_without_checkpoints(capsys, tmp_path):
     (tmp_path / "empty").mkdir()
-    line = complaint(train("--resume", str(tmp_path / "empty")), capsys)
+    line = refusal(train("--resume", str(tmp_path / "empty")), capsys)
     assert "no checkpoint in" in line
 
 
@@ -90,7 +107,7 @@ def test_the_best_metric_is_one_that_the_set_has(capsys, tmp_path):
         (tmp_path / "pets" / name).mkdir(parents=True)
         (tmp_path / "pets" / name / "1.png").write_bytes(picture(1, kind="PNG"))
     arguments = ["--zero-shot", str(tmp_path / "pets"), "--logs", str(tmp_path / "logs"), "--max-steps", "1"]
-    line = complaint(train("--best-metric", "pets/top5", "--warmup", "0", *arguments), capsys)
+    line = refusal(train("--best-metric", "pets/top5", "--warmup", "0", *arguments), capsys)
     assert "unknown --best-metric 'pets/top5'" in line and "pets/top1, pets/mean_per_class_recall" in line
     assert "emoji groups/top5" in line, "which has enough classes"
     assert not (tmp_path / "logs").exists()
@@ -98,7 +115,7 @@ def test_the_best_metric_is_one_that_the_set_has(capsys, tmp_path):
 
 def test_empty_data(capsys, tmp_path):
     (tmp_path / "empty.tar").write_bytes(b"\0" * 10240)
-    line = complaint(train("--train-data", str(tmp_path / "empty.tar")), capsys)
+    line = refusal(train("--train-data", str(tmp_path / "empty.tar")), capsys)
     assert "no samples in" in line
 
 
@@ -109,7 +126,7 @@ def test_a_broken_sample_is_one_line_from_a_worker_too(workers, capsys, tmp_path
     samples = {f"{n}.jpg": jpeg("red") for n in range(8)} | {f"{n}.txt": b"\xff\xfe" for n in range(8)}
     shard = write_shard(tmp_path / "latin.tar", samples)
     arguments = ["--train-data", str(shard), "--logs", str(tmp_path), "--batch-size", "4", "--workers", workers]
-    line = complaint(train("--name", "bad", "--max-steps", "1", "--warmup", "0", *arguments), capsys)
+    line = refusal(train("--name", "bad", "--max-steps", "1", "--warmup", "0", *arguments), capsys)
     assert "not UTF-8" in line and "latin.tar" in line
 
 
@@ -120,11 +137,11 @@ def test_a_checkpoint_of_another_model(capsys, tmp_path):
     assert stop.value.code == 0
     capsys.readouterr()
     weights = tmp_path / "one/checkpoints/last/open_clip_model.safetensors"
-    line = complaint(train("--name", "two", "--model", "RN50", "--pretrained", str(weights)), capsys)
+    line = refusal(train("--name", "two", "--model", "RN50", "--pretrained", str(weights)), capsys)
     assert refusal_code(line) == "weights.other_model" and "RN50" in line
     own = line.partition("--model ")[2].partition(" [")[0]
     finetune = ["train", "--recipe", "finetune", "--pretrained", str(tmp_path / "one"), "--logs", str(tmp_path)]
-    line = complaint([*finetune, "--model", "ViT-B-32", "--dry-run"], capsys)
+    line = refusal([*finetune, "--model", "ViT-B-32", "--dry-run"], capsys)
     assert refusal_code(line) == "weights.other_model" and f"--model {own} " in line and "Error" not in line
     for command in (
         train("--name", "two", "--model", own, "--pretrained", str(weights), *arguments),
@@ -135,15 +152,15 @@ def test_a_checkpoint_of_another_model(capsys, tmp_path):
         assert stop.value.code == 0
     capsys.readouterr()
     for given in (tmp_path / "one", weights):
-        line = complaint(train("--name", "four", "--pretrained", str(given), "--force-quick-gelu"), capsys)
+        line = refusal(train("--name", "four", "--pretrained", str(given), "--force-quick-gelu"), capsys)
         assert refusal_code(line) == "weights.other_activation" and f"--model {own} " in line
-    line = complaint(train("--name", "two", "--resume", str(tmp_path / "one"), "--loss", "siglip"), capsys)
+    line = refusal(train("--name", "two", "--resume", str(tmp_path / "one"), "--loss", "siglip"), capsys)
     assert "one" in line
     other = ["--resume", "latest", "--logs", str(tmp_path), "--max-steps", "9", "--warmup", "0"]
-    line = complaint(train("--name", "one", "--batch-size", "8", *other), capsys)
+    line = refusal(train("--name", "one", "--batch-size", "8", *other), capsys)
     assert "--global-batch-size 8, the run has 4" in line
     assert "global_batch_size = 4" in (tmp_path / "one" / "config.toml").read_text()  # a refused resume wrote nothing
-    line = complaint(train("--name", "one", *arguments), capsys)
+    line = refusal(train("--name", "one", *arguments), capsys)
     assert "exists" in line and "--resume auto" in line and "--overwrite" in line
 
 
@@ -151,24 +168,23 @@ def test_a_checkpoint_of_another_model(capsys, tmp_path):
 def test_junk_files(name, capsys, tmp_path):
     (tmp_path / name).write_text("{junk")
     flag = "--model" if name.endswith("json") else "--pretrained"
-    assert name in complaint(train(flag, str(tmp_path / name)), capsys)
-    assert "give another --logs" in complaint(train("--logs", str(tmp_path / name), "--name", "x"), capsys)
+    assert name in refusal(train(flag, str(tmp_path / name)), capsys)
+    assert "give another --logs" in refusal(train("--logs", str(tmp_path / name), "--name", "x"), capsys)
 
 
 def test_errors_are_plain_on_a_plain_terminal():
     command = [sys.executable, "-m", "leanclip", "train", "--modle", "x"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    expected = (
-        "leanclip: Unrecognized options: --modle, x; did you mean --model? (leanclip train --help lists the flags)"
-    )
-    assert (done.returncode, done.stderr.strip()) == (2, expected)
+    assert (done.returncode, refusal_code(done.stderr), "did you mean --model?" in done.stderr) == (
+        2, "cli.unknown_flag", True,
+    )  # fmt: skip
 
 
 def test_overwrite_spares_what_is_not_a_run(capsys, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    line = complaint(train("--logs", str(tmp_path), "--name", "mine", "--overwrite"), capsys)
+    line = refusal(train("--logs", str(tmp_path), "--name", "mine", "--overwrite"), capsys)
     assert "is no run of leanclip" in line
     assert (tmp_path / "mine" / "thesis.tex").exists()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from test_cli_errors import complaint
+from test_cli_errors import refusal
 
 import leanclip
 from leanclip.cli import main
@@ -198,29 +198,27 @@ def test_other_towers_are_refused(part, change, reason):
 def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys, monkeypatch):
     resnet = str(checkpoint(tmp_path / "ours", RESNET))
     out = tmp_path / "out"
-    assert "is a ResNet; use --format open_clip" in complaint(
+    assert "is a ResNet; use --format open_clip" in refusal(
         ["export", resnet, str(out), "--format", "transformers"], capsys
     )
-    assert "ends in .safetensors or .pt" in complaint(["export", resnet, str(out)], capsys)
-    assert "say of what with --model" in complaint(
-        ["export", f"{resnet}/open_clip_model.safetensors", "x.pt"], capsys
-    )
-    assert "no such run" in complaint(["export", str(tmp_path / "absent"), "x.pt"], capsys)
+    assert "ends in .safetensors or .pt" in refusal(["export", resnet, str(out)], capsys)
+    assert "say of what with --model" in refusal(["export", f"{resnet}/open_clip_model.safetensors", "x.pt"], capsys)
+    assert "no such run" in refusal(["export", str(tmp_path / "absent"), "x.pt"], capsys)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
     (tmp_path / "there.pt").write_text("mine")
-    assert "--overwrite" in complaint(["export", resnet, str(tmp_path / "there.pt")], capsys)
+    assert "--overwrite" in refusal(["export", resnet, str(tmp_path / "there.pt")], capsys)
     for absent in (["absent"], ["absent.pt", "--model", "ViT-B-32"]):
-        line = complaint(["export", *absent, str(tmp_path / "there.pt")], capsys)
+        line = refusal(["export", *absent, str(tmp_path / "there.pt")], capsys)
         assert f"no such run, checkpoint or file of weights: {absent[0]}" in line
     assert (tmp_path / "there.pt").read_text() == "mine"
     out.mkdir()
     (out / "thesis.tex").write_text("x")
     arguments = ["export", resnet, str(out), "--format", "transformers", "--overwrite"]
-    assert "is no model directory" in complaint(arguments, capsys)
+    assert "is no model directory" in refusal(arguments, capsys)
     monkeypatch.setitem(sys.modules, "transformers", None)
     vit = str(checkpoint(tmp_path / "vit", VIT))
     arguments = ["export", vit, str(tmp_path / "new"), "--format", "transformers"]
-    assert "pip install 'leanclip[transformers]'" in complaint(arguments, capsys)
+    assert "pip install 'leanclip[transformers]'" in refusal(arguments, capsys)
 
 
 def test_a_config_of_another_model_stays(tmp_path, capsys):
@@ -230,7 +228,7 @@ def test_a_config_of_another_model_stays(tmp_path, capsys):
     weights = str(vit / "open_clip_model.safetensors")
     export(weights, tmp_path / "one.safetensors", "--model", config)
     assert f"wrote {config}" not in capsys.readouterr().out
-    line = complaint(["export", str(resnet), str(tmp_path / "one.pt")], capsys)
+    line = refusal(["export", str(resnet), str(tmp_path / "one.pt")], capsys)
     assert f"{config} exists" in line and line.endswith("give another name, or --overwrite")
     assert config.read_text() == json.dumps(VIT) and not (tmp_path / "one.pt").exists()
     export(resnet, tmp_path / "one.pt", "--overwrite")
@@ -250,9 +248,7 @@ def test_wrong_weights_are_not_written(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(transformers_clip, "renamed", swapped)
     out = tmp_path / "theirs"
-    line = complaint(
-        ["export", str(checkpoint(tmp_path / "ours", VIT)), str(out), "--format", "transformers"], capsys
-    )
+    line = refusal(["export", str(checkpoint(tmp_path / "ours", VIT)), str(out), "--format", "transformers"], capsys)
     assert "was not written: its embeddings differ from ours" in line
     assert not out.exists() and len(list(tmp_path.iterdir())) == 1
 
@@ -269,12 +265,12 @@ def test_an_export_stays_until_its_successor_is_complete(tmp_path, capsys, monke
         there = sorted(path.name for path in tmp_path.iterdir())
         return there == ["resnet", "theirs", "vit"] and (out / "mine.txt").is_file()
 
-    assert "is a ResNet" in complaint(refused, capsys)
+    assert "is a ResNet" in refusal(refused, capsys)
     assert only_the_old_one()
     out.rename(aside)  # where a process was killed between the two renames
     (tmp_path / ".theirs.tmp").mkdir()
     (tmp_path / ".theirs.tmp" / "half.txt").write_text("half")
-    assert "is a ResNet" in complaint(refused, capsys)
+    assert "is a ResNet" in refusal(refused, capsys)
     assert only_the_old_one()
 
     with monkeypatch.context() as patch:

@@ -1,104 +1,106 @@
-"""--help is read by people: plain headings, whole sentences, every flag."""
+"""--help shows the common flags on one screen, --help-all every flag, both under plain headings."""
 
-from dataclasses import fields
+import re
+import shlex
 
 import pytest
 
 from leanclip.cli import main
-from leanclip.runs import TrainConfig
+from leanclip.cli.evaluate import EvaluateCommand
+from leanclip.cli.parse import sections_of, typed_values
+from leanclip.cli.plan import PlanCommand
+from leanclip.cli.train import TrainCommand
+from refusal import refusal_code
 
-SECTIONS = ["Options", "Model", "Data", "Run", "Memory and processes", "Optimizer", "Loss"]
+COMMANDS = {"train": TrainCommand, "plan": PlanCommand, "evaluate": EvaluateCommand}
 
 
-def shown(capsys, monkeypatch, *arguments, columns=80):
+def shown(capsys, monkeypatch, *arguments, columns=100):
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as stop:
-        main([*arguments, "--help"])
+        main(list(arguments))
     assert stop.value.code == 0
     return capsys.readouterr().out
 
 
-def flags_of(text):
-    """By flag the lines it has."""
-    found, name = {}, None
+def lines_by_flag(text):
+    flags, name = {}, None
     for line in text.splitlines():
         if line.startswith("  --"):
             name = line.split()[0]
-            found[name] = []
+            flags[name] = []
         if name is not None and line.startswith("  "):
-            found[name].append(line)
+            flags[name].append(line)
         else:
             name = None
-    return found
+    return flags
 
 
-def test_help_of_train_has_every_flag_under_its_heading(capsys, monkeypatch):
-    text = shown(capsys, monkeypatch, "train")
-    at = [text.index(f"\n{title}\n") for title in SECTIONS]
-    assert at == sorted(at)
-    known = flags_of(text)
-    for group, start, end in zip(fields(TrainConfig), at[1:], [*at[2:], len(text)], strict=True):
-        for setting in fields(getattr(TrainConfig(), group.name)):
-            flag = f"--{setting.name.replace('_', '-')}"
-            assert flag in flags_of(text[start:end]) and flag in known
-            assert " ".join(known[flag]).split("  ", 2)[-1].strip(), f"{flag} is not explained"
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_one_screen_of_common_flags_and_help_all_has_every_flag(command, capsys, monkeypatch):
+    short, full = (shown(capsys, monkeypatch, command, flag) for flag in ("--help", "--help-all"))
+    flags = [flag for section in sections_of(COMMANDS[command]) for flag in section.flags if not flag.positional]
+    assert len(short.splitlines()) <= 60
+    assert lines_by_flag(short).keys() == {flag.name for flag in flags if flag.common}
+    assert lines_by_flag(full).keys() == {flag.name for flag in flags}
+    for name, lines in lines_by_flag(full).items():
+        assert " ".join(lines).split("  ", 2)[-1].strip(), f"{name} has no explanation"
 
 
-def test_help_says_nothing_of_python(capsys, monkeypatch):
-    text = shown(capsys, monkeypatch, "train")
-    for word in ("None", "settings.", "(default: False)", "│", "-----"):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_in_the_help_parse(command, capsys, monkeypatch):
+    lines = shown(capsys, monkeypatch, command, "--help").splitlines()
+    examples = [
+        line.partition(" (")[0] for line in lines if re.match(rf"  (torchrun .* -m )?leanclip {command} ", line)
+    ]
+    assert len(examples) >= 3
+    for example in examples:
+        words = shlex.split(example.partition(f"leanclip {command} ")[2])
+        assert typed_values(sections_of(COMMANDS[command]), words, command=command, positionals=True)
+
+
+def test_sections_stand_under_plain_headings(capsys, monkeypatch):
+    text = shown(capsys, monkeypatch, "train", "--help-all")
+    titles = ["Options", "Model", "Data", "Run", "Memory and processes", "Optimizer", "Loss"]
+    positions = [text.index(f"\n{title}\n") for title in titles]
+    assert positions == sorted(positions)
+    for word in ("None", "settings.", "(default: False)"):
         assert word not in text
     assert "  --image-mean FLOAT FLOAT FLOAT\n" in text
-    assert "(default: fastclip-v3)" in text
     assert "  --precision {amp_bf16,amp_bfloat16,amp,fp32,fp64}\n" in text
-    assert "  What is not given is the default of the chosen loss.\n" in text
+    assert "(default: fastclip-v3)" in text
 
 
-def test_help_shows_what_a_recipe_sets(capsys, monkeypatch):
-    without, demo = (
-        " ".join(flags_of(shown(capsys, monkeypatch, "train", *given))["--epochs"])
-        for given in ((), ("--recipe", "demo"))
+def test_help_shows_the_values_of_a_recipe(capsys, monkeypatch):
+    plain, demo = (
+        " ".join(lines_by_flag(shown(capsys, monkeypatch, "train", *flags, "--help"))["--epochs"])
+        for flags in ((), ("--recipe", "demo"))
     )
-    assert "(default: 32)" in without and "(default: " in demo and demo != without
+    assert "(default: 32)" in plain and "(default: " in demo and demo != plain
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 100, 250])
 def test_help_fits_the_terminal(capsys, monkeypatch, columns):
-    text = shown(capsys, monkeypatch, "train", columns=columns)
-    flags = [line for lines in flags_of(text).values() for line in lines]
-    told = [line for line in flags if not line.startswith("  --")]
-    assert max(len(line) for line in told) <= min(columns, 100)
-    assert max(len(line.strip()) for line in told) > 25
-    words = " ".join(line.strip() for line in flags_of(text)["--train-data"])
-    assert "or URLs of that form (s3://, gs://, https://); several with :: between them. Or a .csv" in words
+    flags = lines_by_flag(shown(capsys, monkeypatch, "train", "--help-all", columns=columns))
+    texts = [line for lines in flags.values() for line in lines if not line.startswith("  --")]
+    assert max(len(line) for line in texts) <= min(columns, 100)
+    assert max(len(line.strip()) for line in texts) > 25
+    words = " ".join(line.strip() for line in flags["--train-data"])
+    assert "or URLs of that form (s3://, gs://, https://); several with :: between them." in words
 
 
-def test_help_of_arguments_without_a_flag(capsys, monkeypatch):
-    text = shown(capsys, monkeypatch, "data", "pack")
-    assert "\nArguments\n  SOURCE                      A .csv, .tsv, .parquet" in text
-    assert "  pictures/                 kite.jpg with kite.txt beside it, or a list" in text  # as it was written
-
-
-def test_usage_names_what_a_command_is_about(capsys, monkeypatch):
-    assert shown(capsys, monkeypatch, "report").startswith("usage: leanclip report [-h] RUN ... [--output STR]\n")
-    assert "\nArguments\n  RUN ...                     The run's directory, or several.\n\nOptions\n" in shown(
-        capsys, monkeypatch, "report"
-    )
+def test_help_of_positional_arguments(capsys, monkeypatch):
+    text = shown(capsys, monkeypatch, "report", "--help")
+    assert text.startswith("usage: leanclip report RUN ... [options]\n")
+    assert re.search(r"\nArguments\n  RUN \.\.\. +\w.*\n(.+\n)*\nOptions\n  --output STR", text)
 
 
 @pytest.mark.parametrize(
-    ("command", "missing"), [("export", "CHECKPOINT and OUT"), ("evaluate", "CHECKPOINT"), ("data pack x", "OUT")]
+    ("command", "missing"), [("export", "CHECKPOINT, OUT"), ("evaluate", "CHECKPOINT"), ("data pack x", "OUT")]
 )
-def test_what_is_missing_is_named(capsys, command, missing):
+def test_missing_arguments_are_named(capsys, command, missing):
     with pytest.raises(SystemExit) as stop:
         main(command.split())
     assert stop.value.code == 2
-    named = " ".join(command.split()[:2]).removesuffix(" x")
-    assert capsys.readouterr().err == f"leanclip: missing: {missing} (leanclip {named} --help lists the flags)\n"
-
-
-def test_a_script_for_the_shell_stays_as_it_is(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["report", "--tyro-print-completion", "bash"])
-    assert not stop.value.code
-    assert "\nimport sys\n" in capsys.readouterr().out
+    line = capsys.readouterr().err
+    assert refusal_code(line) == "cli.missing_argument" and f"missing: {missing} (" in line

@@ -26,13 +26,12 @@ TIERS = (
     ("distributed", "ops"),
     ("device", "worker_pool", "progress"),
     ("filesystem",),
-    ("errors",),
+    ("errors", "settings"),
 )
 RANK = {name: rank for rank, tier in enumerate(TIERS) for name in tier}
 ENTRY = ("__init__", "__main__")  # the public names and the command sit on top of everything
 ONE_DOOR = {
     "open_clip": "models/open_clip_api.py",
-    "tyro": "cli/parse.py",
     "timm": "optim/factory.py",
     "fsspec": "data/files.py",
     "transformers": "models/transformers_clip.py",

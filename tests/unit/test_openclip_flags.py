@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from data_forms import bundled, make_csv
 from open_clip_train import params
-from test_cli_errors import complaint
+from test_cli_errors import refusal
 
 from leanclip.cli import main
 from leanclip.cli.openclip_flags import BY_NAME, FLAGS, OURS, SWITCHES, from_openclip, with_table
@@ -141,7 +141,7 @@ def test_latest_starts_a_run_that_has_no_checkpoint(tmp_path):
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.status == "refused"], ids=lambda flag: flag.name)
 def test_what_is_refused_says_why(flag, capsys):
     value = [] if flag.name in SWITCHES else ["1"]
-    line = complaint(["train", "--train-data", "x.tar", f"--{flag.name}", *value], capsys)
+    line = refusal(["train", "--train-data", "x.tar", f"--{flag.name}", *value], capsys)
     assert f"--{flag.name}: {flag.text}" in line
 
 
@@ -164,7 +164,7 @@ def test_what_is_refused_says_why(flag, capsys):
     ],
 )
 def test_mistakes_get_one_line(line, said, capsys):
-    assert said in complaint(["train", *shlex.split(line)], capsys)
+    assert said in refusal(["train", *shlex.split(line)], capsys)
 
 
 def test_frequencies_are_epochs():

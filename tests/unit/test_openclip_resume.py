@@ -10,7 +10,7 @@ import open_clip
 import pytest
 import torch
 from open_clip.loss import ClipLoss
-from test_cli_errors import complaint
+from test_cli_errors import refusal
 from test_openclip_flags import VIT
 
 from leanclip.cli import main
@@ -151,11 +151,11 @@ def test_state_that_does_not_fit_is_left(begun, tmp_path):
 
 
 def test_what_cannot_go_on_is_explained(begun, tmp_path, capsys):
-    assert "raise --epochs" in complaint(command(begun, tmp_path, "--epochs", "2"), capsys)
+    assert "raise --epochs" in refusal(command(begun, tmp_path, "--epochs", "2"), capsys)
     saved = torch.load(begun / "begun/checkpoints/epoch_2.pt", weights_only=True)
     torch.save(saved["state_dict"], tmp_path / "bare.pt")
     (tmp_path / "junk.pt").write_text("junk")
     for name, said in (("bare.pt", "--pretrained"), ("junk.pt", "no checkpoint of OpenCLIP's")):
-        line = complaint(command(begun, tmp_path, "--resume", str(tmp_path / name)), capsys)
+        line = refusal(command(begun, tmp_path, "--resume", str(tmp_path / name)), capsys)
         assert said in line and name in line
-    assert "does not hold weights of RN50" in complaint(command(begun, tmp_path, "--model", "RN50"), capsys)
+    assert "does not hold weights of RN50" in refusal(command(begun, tmp_path, "--model", "RN50"), capsys)

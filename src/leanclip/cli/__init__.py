@@ -96,7 +96,7 @@ def _run(arguments: list[str]) -> int:
 
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
-        raise UserError(f"unknown command {command!r}; {hint}")
+        raise UserError(f"unknown command {command!r}; {hint}", code="cli.unknown_command")
     importlib.import_module(f"leanclip.cli.{command}").run(arguments[1:])
     return 0
 

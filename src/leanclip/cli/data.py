@@ -5,9 +5,9 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from leanclip.cli.parse import Positional, arg, parse
+from leanclip.cli.parse import parse
 from leanclip.errors import UserError
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
@@ -59,9 +59,9 @@ Format = Literal["auto", "csv", "parquet", "folder", "coco", "synthetic"]
 
 @dataclass(frozen=True, kw_only=True)
 class PackCommand:
-    source: Annotated[str, Positional, arg(metavar="SOURCE")]
+    source: str
     """A .csv, .tsv, .parquet or COCO .json file, a pattern of parquet files, or a folder."""
-    out: Annotated[str, Positional, arg(metavar="OUT")]
+    out: str
     """The folder that gets the shards."""
     format: Format = "auto"
     """What SOURCE is. Default: seen by its name."""
@@ -87,7 +87,7 @@ class PackCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckCommand:
-    data: Annotated[str, Positional, arg(metavar="DATA")]
+    data: str
     """As for --train-data: tar shards (a path, a folder, a pattern), a .csv or .tsv, or synthetic:N."""
     threshold: float = 0.01
     """The share of samples that may be broken before the exit code is 1."""

@@ -5,12 +5,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from leanclip.cli.parse import Positional, arg, parse
+from leanclip.cli.parse import parse
 from leanclip.config import load_toml, override
 from leanclip.data import Subset, load_manifest, open_validation
 from leanclip.device import autocast_of, device_of
@@ -34,6 +34,7 @@ from leanclip.inference import find_model, load_model
 from leanclip.models import ModelConfig, TwoTower, create_model, is_model_name
 from leanclip.progress import progress_bar
 from leanclip.runs import RunDirectory, TrainConfig
+from leanclip.settings import common
 
 DESCRIPTION = """Figures of a trained model: retrieval on images with captions, accuracy on images with classes.
 
@@ -53,9 +54,9 @@ TIMEOUT = 1800.0  # seconds that one process waits for another
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateCommand:
-    checkpoint: Annotated[str, Positional, arg(metavar="CHECKPOINT")]
+    checkpoint: str
     """A run (its last checkpoint), a checkpoint directory, or an open_clip MODEL:TAG or MODEL:FILE."""
-    val_data: tuple[str, ...] = ()
+    val_data: tuple[str, ...] = common(())
     """Images with captions, for retrieval: as for training, or a folder in CLIP_benchmark's layout. May be given
     several times. Default: those of the run."""
     csv_img_key: str | None = None
@@ -64,36 +65,36 @@ class EvaluateCommand:
     """The column that holds captions. Default: as for the run, title where there is none."""
     csv_separator: str | None = None
     """What separates the columns, such as ',' or '\\t'. Default: as for the run, else what splits the header."""
-    zero_shot: tuple[str, ...] = ()
+    zero_shot: tuple[str, ...] = common(())
     """Images with classes: tar shards with .cls files and a classnames.txt, a folder for each class, or emoji, the
     bundled ones. May be given several times. Default: those of the run."""
-    imagenet_val: str | None = None
+    imagenet_val: str | None = common(None)
     """ImageNet's validation images: a folder for each of the 1,000 classes."""
-    imagenet_v2: str | None = None
+    imagenet_v2: str | None = common(None)
     """ImageNet-V2, likewise; its folders are numbered."""
-    templates: str | None = None
+    templates: str | None = common(None)
     """Prompts for class names: openai (80), simple (7), or a file with one per line, {} standing for the name.
     Default: the set's own, else openai for ImageNet and simple for others."""
-    baseline: str | None = None
+    baseline: str | None = common(None)
     """Compare with this model, given as CHECKPOINT is: the table shows differences in percentage points."""
-    suite: Literal["clip_benchmark"] | None = None
+    suite: Literal["clip_benchmark"] | None = common(None)
     """Let CLIP_benchmark evaluate the checkpoint on its data sets."""
-    suite_data: tuple[str, ...] = ()
+    suite_data: tuple[str, ...] = common(())
     """A WebDataset in CLIP_benchmark's layout, a folder of such, or NAME=ROOT for a data set that it knows. May be
     given several times."""
-    per_class: bool = False
+    per_class: bool = common(False)
     """Also show the figures of each class."""
-    json: str | None = None
+    json: str | None = common(None)
     """Also write all figures and confusion counts to this file."""
-    csv: str | None = None
+    csv: str | None = common(None)
     """Also write the figures to this file, one per line."""
-    precision: Literal["fp32", "amp_bf16", "amp"] = "fp32"
+    precision: Literal["fp32", "amp_bf16", "amp"] = common("fp32")
     """amp_bf16 and amp (fp16) are faster on a GPU and move figures by some tenths of a point."""
-    batch_size: int = 256
+    batch_size: int = common(256)
     """Images or texts embedded at a time."""
     workers: int | None = None
     """Processes that decode images. Default: up to 4 for large sets."""
-    device: str | None = None
+    device: str | None = common(None)
     """cpu or cuda. Default: a GPU if there is one."""
 
     def __post_init__(self) -> None:

@@ -4,12 +4,12 @@ import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
 from leanclip import __version__
-from leanclip.cli.parse import Positional, arg, parse
+from leanclip.cli.parse import parse
 from leanclip.errors import UserError
 from leanclip.inference import find_model, load_model
 from leanclip.models import ModelConfig, TwoTower, create_model
@@ -32,9 +32,9 @@ Neither needs a network or an account.
 
 @dataclass(frozen=True, kw_only=True)
 class ExportCommand:
-    checkpoint: Annotated[str, Positional, arg(metavar="CHECKPOINT")]
+    checkpoint: str
     """A run (its last checkpoint), a checkpoint directory, or a file of weights together with --model."""
-    out: Annotated[str, Positional, arg(metavar="OUT")]
+    out: str
     """The file or directory to write."""
     format: Literal["open_clip", "transformers"] = "open_clip"
     """open_clip: one file. transformers: a CLIPModel directory."""

@@ -1,96 +1,75 @@
-"""What --help shows: the flags that tyro found and their docstrings, in running text under plain headings.
-
-tyro breaks sentences where the docstrings' lines end, heads its sections with the names of fields, and says of half
-of the flags that they are {None}|STR and None by default.
-"""
+"""What --help and --help-all print: the flags of a command and their docstrings, under plain headings."""
 
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-COLUMNS = 120  # of tyro's; from 130 on it puts sections side by side
+if TYPE_CHECKING:
+    from leanclip.cli.parse import Flag, Section
+
 WIDEST = 100
 NAMES = 26  # columns of a flag; longer ones have a line of their own
-NARROW, LEAST = 60, 40  # below the first all have; nothing is narrower than the second
+NARROW, NARROWEST = 60, 40  # below the first every flag has its own line; nothing is narrower than the second
 
 
-class Section(NamedTuple):
-    title: str
-    about: str
-    entries: list[tuple[str, str]]  # a flag with what it takes, and its help
-
-
-def show(told: str) -> None:
-    """tyro's help, read again and printed."""
+def show(command: str, description: str, sections: "list[Section]", *, everything: bool) -> None:
+    """Print the help. Without `everything`, only common flags, if a command marks any, and their first sentences."""
     console = Console(highlight=False, soft_wrap=True)
-    width = max(min(shutil.get_terminal_size().columns, WIDEST), LEAST)
-    head, sections = read(told)
-    for paragraph in re.split(r"\n\n+", head):
-        whole = paragraph.startswith(" ") or "\n  " in paragraph  # examples and tables
-        console.print(Text((paragraph if whole else wrapped(paragraph, width)) + "\n"))
+    width = max(min(shutil.get_terminal_size().columns, WIDEST), NARROWEST)
+    flags = [flag for section in sections for flag in section.flags]
+    short = not everything and any(flag.common for flag in flags)
+    positionals = [flag for flag in flags if flag.positional]
+    console.print(Text(" ".join(["usage:", command, *map(signature, positionals), "[options]"]) + "\n"))
+    for paragraph in re.split(r"\n\n+", description.strip("\n")):
+        preformatted = paragraph.startswith(" ") or "\n  " in paragraph  # examples and tables
+        console.print(Text((paragraph if preformatted else wrapped(paragraph, width)) + "\n"))
+    if positionals:
+        print_section(console, "Arguments", "", positionals, width=width, short=short)
     for section in sections:
-        console.print(Text(section.title, style="bold"))
-        if section.about:
-            console.print(Text(wrapped(section.about, width, "  ")))
-        for names, help in section.entries:
-            console.print(entry(names, help, width))
-        console.print()
+        shown = [flag for flag in section.flags if not flag.positional and (flag.common or not short)]
+        if shown:
+            print_section(console, section.title, "" if short else section.about, shown, width=width, short=short)
+    if short:
+        console.print(Text(f"{command} --help-all explains all {len(flags)} settings."))
 
 
-def read(told: str) -> tuple[str, list[Section]]:
-    """What stands before the first heading, which is underlined and one column in, and the sections."""
-    head, *rest = re.split(r"^ (\S.*?) *\n -{20,} *\n", told, flags=re.MULTILINE)
-    sections = [section_of(name, text) for name, text in zip(rest[::2], rest[1::2], strict=True)]
-    return of_types(head.strip("\n")), sections
+def print_section(console: Console, title: str, about: str, flags: "list[Flag]", *, width: int, short: bool) -> None:
+    console.print(Text(title, style="bold"))
+    if about:
+        console.print(Text(wrapped(about, width, "  ")))
+    indent = " " * (6 if width < NARROW else NAMES + 4)
+    for flag in flags:
+        name, text = signature(flag), wrapped(explanation(flag, short=short), width, indent)
+        if len(name) > NAMES or width < NARROW:
+            console.print(Text.assemble(("  " + name, "cyan"), "\n", text))
+        else:
+            console.print(Text.assemble((f"  {name:<{NAMES + 2}}", "cyan"), text.removeprefix(indent)))
+    console.print()
 
 
-def section_of(name: str, text: str) -> Section:
-    about, _, flags = text.rpartition("  --------------------")
-    lines = [line[2:].rstrip() for line in flags.splitlines() if line.strip().strip("-")]
-    name, about = name.removesuffix(" options").removeprefix("settings.").removeprefix("positional "), about.strip()
-    if about and not about.endswith("."):  # a heading
-        name, about = about, ""
-    return Section(name[:1].upper() + name[1:], about, list(entries(lines)))
+def signature(flag: "Flag") -> str:
+    """The flag with what it takes: --image-mean FLOAT FLOAT FLOAT, --no-pad-text, RUN ..."""
+    if flag.positional:
+        return flag.name + (" ..." if flag.accepts.length == 0 else "")
+    if flag.accepts.kinds == (bool,) and not flag.accepts.optional:
+        return flag.name.replace("--", "--no-", 1) if flag.default is True else flag.name
+    taken = flag.accepts.described
+    return f"{flag.name} [{taken}]" if flag.bare is not None else f"{flag.name} {taken}"
+
+
+def explanation(flag: "Flag", *, short: bool) -> str:
+    """The docstring, or its first sentence, with the default unless that is none or stands in the text."""
+    text = f"{flag.help.partition('. ')[0].rstrip('.')}." if short else flag.help
+    value = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else flag.default
+    unsaid = flag.positional or value is None or value == "" or isinstance(value, bool)
+    return text if unsaid else f"{text} (default: {value})"
 
 
 def wrapped(text: str, width: int, indent: str = "") -> str:
-    kept = text.replace("(default: ", "(default:\0")  # together with what it is
-    lines = textwrap.fill(kept, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    text = text.replace("(default: ", "(default:\0")  # keeps the value on the same line
+    lines = textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     return lines.replace("\0", " ")
-
-
-def entries(lines: list[str]) -> Iterator[tuple[str, str]]:
-    names, told = "", []
-    for line in lines:
-        if line.startswith(" "):
-            told.append(line.strip())
-            continue
-        if names:
-            yield names, plain(told)
-        names, _, first = line.partition("  ")
-        names, told = of_types(names), [first.strip()]
-    if names:
-        yield names, plain(told)
-
-
-def of_types(names: str) -> str:
-    """--image-mean FLOAT FLOAT FLOAT, not {None}|{FLOAT FLOAT FLOAT}."""
-    return re.sub(r"\{([A-Z ]+)\}", r"\1", names.replace("{None}|", "").replace("{None,", "{"))
-
-
-def plain(lines: list[str]) -> str:
-    """One paragraph, without a default that is none, or is told in words."""
-    return re.sub(r" ?\((default: (None|False)?|required|repeatable)\)$", "", " ".join(filter(None, lines)))
-
-
-def entry(names: str, help: str, width: int) -> Text:
-    indent = " " * (6 if width < NARROW else NAMES + 4)
-    body = wrapped(help, width, indent)
-    if len(names) > NAMES or width < NARROW:
-        return Text.assemble(("  " + names, "cyan"), "\n", body)
-    return Text.assemble((f"  {names:<{NAMES + 2}}", "cyan"), body.removeprefix(indent))

@@ -1,22 +1,24 @@
-"""Typed command lines from dataclasses. The only module that imports tyro.
+"""Typed command lines from dataclasses.
 
-tyro, because it reads the types, defaults and docstrings that the dataclasses have anyway, flattens nested ones, and
-takes a dataclass as the defaults, which is how a recipe or file comes before the flags.
+A field is a flag: its type says what the flag takes, and the docstring under it is its help. A field without a
+default is a positional argument. Fields of nested dataclasses are flags like the others, under their own heading.
 """
 
-import contextlib
-import io
-import os
-import re
-from collections.abc import Iterator
-from typing import TypeVar
-
-import tyro
+import argparse
+import ast
+import difflib
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass, replace
+from itertools import chain, pairwise
+from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
 
 from leanclip.cli import help
 from leanclip.errors import UserError
+from leanclip.settings import Accepted
 
-OTHER_NAMES = {  # what other programs call them
+OTHER_NAMES = {  # in other programs
     "--learning-rate": "--lr",
     "--weight-decay": "--wd",
     "--num-workers": "--workers",
@@ -27,69 +29,169 @@ OTHER_NAMES = {  # what other programs call them
     "--gradient-clipping": "--grad-clip-norm",
     "--temperature": "--tau",
 }
+HELP = {"-h", "--help", "--help-all"}
 T = TypeVar("T")
-Positional = tyro.conf.Positional
-arg = tyro.conf.arg
 
 
-def parse(kind: type[T], arguments: list[str], *, command: str, description: str, default: T | None = None) -> T:
-    """Build `kind` from flags over `default`. Every mistake becomes a one-line UserError."""
-    complaint, told = io.StringIO(), io.StringIO()
+class Flag(NamedTuple):
+    """A field as the command line shows it."""
+
+    field: str
+    accepts: Accepted
+    help: str
+    default: Any
+    common: bool
+
+    @property
+    def positional(self) -> bool:
+        return self.default is MISSING
+
+    @property
+    def name(self) -> str:
+        return self.field.upper() if self.positional else f"--{self.field.replace('_', '-')}"
+
+    @property
+    def bare(self) -> Any:
+        """The value of the flag alone, where it may stand alone."""
+        return True if bool in self.accepts.kinds else "on" if "on" in self.accepts.choices else None
+
+
+class Section(NamedTuple):
+    title: str
+    about: str
+    flags: list[Flag]
+
+
+def parse(
+    kind: type[T],
+    arguments: list[str],
+    *,
+    command: str,
+    description: str,
+    below: Callable[[dict[str, Any]], T] | None = None,
+) -> T:
+    """Build `kind` from flags. `below` maps the typed values, by field name, to the values that they override."""
+    shows_help = HELP & set(arguments)
+    words = [_dashes(word) for word in arguments if word not in HELP]
+    typed = typed_values(sections_of(kind), words, command=command, positionals=not shows_help)
+    default = None if below is None else below(typed)
+    if shows_help:
+        sections = sections_of(kind, default)
+        help.show(f"leanclip {command}", description, sections, everything="--help-all" in shows_help)
+        raise SystemExit(0)
     try:
-        with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(told), _columns(help.COLUMNS):
-            return tyro.cli(
-                kind,
-                args=arguments,
-                prog=f"leanclip {command}",
-                description=description,
-                default=tyro.MISSING_NONPROP if default is None else default,
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.UseAppendAction),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            asked = {"-h", "--help"} & set(arguments)
-            help.show(told.getvalue()) if asked else print(told.getvalue(), end="")
-            raise
-        said = one_line(complaint.getvalue())
-        if "did you mean" not in said and (
-            ours := next((OTHER_NAMES[a] for a in arguments if a in OTHER_NAMES), None)
-        ):
-            said = f"{said}; did you mean {ours}?"
-        raise UserError(f"{said} (leanclip {command} --help lists the flags)") from None
+        return assemble(kind, default, typed)
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(str(error), code="config.bad_value") from error
 
 
-@contextlib.contextmanager
-def _columns(width: int) -> Iterator[None]:
-    """As if the terminal were that wide."""
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = str(width)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["COLUMNS"]
+def sections_of(
+    kind: type, default: Any = None, title: str = "Options", about: str = "", *, common: bool = True
+) -> list[Section]:
+    """The flags of a dataclass, under headings: its own ones first, then those of each nested dataclass."""
+    hints, texts = get_type_hints(kind), field_texts(kind)
+    flags: list[Flag] = []
+    nested: list[Section] = []
+    for entry in fields(kind):
+        hint, value = hints[entry.name], getattr(default, entry.name, entry.default)
+        if is_dataclass(hint):
+            assert isinstance(hint, type)
+            text = inspect.cleandoc(hint.__doc__ or "")
+            heading, rest = (entry.name.capitalize(), text) if text.endswith(".") else (text, "")
+            inner = hint() if value is MISSING else value
+            shown = common and entry.metadata.get("common", True)
+            nested += sections_of(hint, inner, heading, rest, common=shown)
         else:
-            os.environ["COLUMNS"] = before
+            shown = common and entry.metadata.get("common", False)
+            flags.append(Flag(entry.name, Accepted.of(hint), texts.get(entry.name, ""), value, shown))
+    return ([Section(title, about, flags)] if flags else []) + nested
 
 
-def one_line(boxed: str) -> str:
-    """tyro's boxed complaint as a sentence: the first paragraph, and its nearest flag."""
-    if "Missing from leanclip" in boxed:
-        return f"missing: {' and '.join(re.findall(r'^ {6}([A-Z]+) *$', boxed, flags=re.MULTILINE))}"
-    plain = re.sub(r"\[/?[a-z ]+\]", "", boxed)
-    lines = [re.sub(r"^[│╭╮╰╯─|+\s]+|[│╭╮╰╯─|+\s]+$|^-{3,}$|-{5,}", "", line).strip() for line in plain.splitlines()]
-    text = [line for line in lines[1:] if line]
-    if "Perhaps you meant:" in text:
-        at = text.index("Perhaps you meant:")
-        nearest = text[at + 1].split()[0] if at + 1 < len(text) else ""
-        return f"{' '.join(text[:at])}; did you mean {nearest}?"
-    ends = ("Argument helptext", "For full helptext", "Got errors")
-    end = next((i for i, line in enumerate(text) if line.startswith(ends)), None)
-    sentence = " ".join(text[:end])
-    unread = re.match(r"Error parsing (\S+): no type matching (.+?) could be instantiated from \[(.*)\]", sentence)
-    if unread:
-        flag, kind, value = unread.groups()
-        return f"{flag} {value}: expected {kind.replace('{None}|', '').strip('{}')}"
-    return re.sub(r"^Error parsing (settings\.\w+|\w+Command): ", "", sentence) or boxed.strip()
+def field_texts(kind: type) -> dict[str, str]:
+    """The docstrings under the fields of a dataclass, each as one line."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for entry, text in pairwise(definition.body):
+        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(text, ast.Expr):
+            texts[entry.target.id] = " ".join(ast.literal_eval(text.value).split())
+    return texts
+
+
+def typed_values(sections: list[Section], words: list[str], *, command: str, positionals: bool) -> dict[str, Any]:
+    """The values that the words give, by field name."""
+    parser = _Parser(command)
+    flags = list(chain.from_iterable(section.flags for section in sections))
+    for flag in flags:
+        if positionals or not flag.positional:
+            _add(parser, flag)
+    values, unknown = parser.parse_known_args(words)
+    if unknown and positionals:
+        word = next((word for word in unknown if word.startswith("-")), unknown[0])
+        if not word.startswith("-"):
+            raise UserError(f"unexpected argument {word!r} ({parser.remedy})", code="cli.unexpected_argument")
+        name = word.partition("=")[0]
+        near = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, parser.names(), n=1)), None)
+        hint = f"; did you mean {near}?" if near else ""
+        raise UserError(f"unknown flag {name}{hint} ({parser.remedy})", code="cli.unknown_flag")
+    return vars(values)
+
+
+def assemble(kind: type[T], default: T | None, typed: dict[str, Any]) -> T:
+    """`kind` with the typed values over the default; values of repeated flags are added to it."""
+    hints = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for entry in fields(kind):  # type: ignore[arg-type]
+        if is_dataclass(hints[entry.name]):
+            values[entry.name] = assemble(hints[entry.name], getattr(default, entry.name, None), typed)
+        elif entry.name in typed:
+            value = typed[entry.name]
+            below = getattr(default, entry.name, ()) if isinstance(value, list) else ()
+            repeated = Accepted.of(hints[entry.name]).length == 0
+            values[entry.name] = (*(below if repeated else ()), *value) if isinstance(value, list) else value
+    return kind(**values) if default is None else replace(default, **values)  # type: ignore[type-var]
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are UserErrors."""
+
+    def __init__(self, command: str) -> None:
+        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+        self.remedy = f"leanclip {command} --help-all lists the flags"
+
+    def names(self) -> list[str]:
+        return [name for action in self._actions for name in action.option_strings]
+
+    def error(self, message: str) -> NoReturn:
+        required = "the following arguments are required"
+        if message.startswith(required):
+            raise UserError(f"missing{message.removeprefix(required)} ({self.remedy})", code="cli.missing_argument")
+        raise UserError(f"{message.removeprefix('argument ')} ({self.remedy})", code="cli.bad_value")
+
+
+def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
+    accepts = flag.accepts
+
+    def convert(word: str) -> Any:
+        try:
+            return accepts.from_word(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    options: dict[str, Any] = {"type": convert}
+    if flag.positional:
+        parser.add_argument(flag.field, metavar=flag.name, nargs="+" if accepts.length == 0 else None, **options)
+    elif accepts == Accepted((bool,)):
+        parser.add_argument(flag.name, dest=flag.field, action=argparse.BooleanOptionalAction)
+    elif accepts.length == 0:
+        parser.add_argument(flag.name, dest=flag.field, action="append", **options)
+    elif flag.bare is not None:
+        parser.add_argument(flag.name, dest=flag.field, nargs="?", const=flag.bare, **options)
+    else:
+        parser.add_argument(flag.name, dest=flag.field, nargs=accepts.length, **options)
+
+
+def _dashes(word: str) -> str:
+    """--batch_size is --batch-size."""
+    name, equals, value = word.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if word.startswith("--") else word

@@ -23,6 +23,7 @@ from leanclip.planning.step_prediction import PARTS
 from leanclip.planning.step_trace import UNTRACED
 from leanclip.runs import TrainConfig
 from leanclip.runs.defaults import fill, total_steps
+from leanclip.settings import common
 
 DESCRIPTION = """Say what a training run needs, without running it and without a GPU.
 
@@ -45,27 +46,27 @@ OWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    recipe: str | None = None
-    """Start from a recipe: its values come first."""
-    config: str | None = None
-    """Start from a TOML file, such as a run's config.toml; it overrides the recipe."""
-    gpus: int = 1
+    recipe: str | None = common(None)
+    """Start from a recipe."""
+    config: str | None = common(None)
+    """Start from a TOML file, such as a run's config.toml. It overrides the recipe."""
+    gpus: int = common(1)
     """How many GPUs, one process each."""
-    gpu: str | None = None
+    gpu: str | None = common(None)
     """Which one, such as A100-40GB; an unknown name lists those known. Default: the one that is here, else the first
     known with --gpu-memory."""
-    gpu_memory: float | None = None
+    gpu_memory: float | None = common(None)
     """GB of memory of each. Default: all that the card has."""
-    samples: str = "1M"
+    samples: str = common("1M")
     """Training samples: 400M, 2.7M, 315658316."""
-    network: str | None = None
+    network: str | None = common(None)
     """Between the GPUs: nvlink, infiniband (a card per GPU), infiniband-1 (a card per host), 25gbe or pcie. Default:
     nvlink up to 8 GPUs, then infiniband."""
-    caption_length: float = 20.0
+    caption_length: float = common(20.0)
     """Tokens of a caption on average, with start and end. The text tower runs on no others, but with --pad-text."""
-    compare: bool = False
+    compare: bool = common(False)
     """Add the loss memory and traffic of OpenCLIP and DisCo-CLIP."""
-    settings: TrainConfig = field(default_factory=TrainConfig)
+    settings: TrainConfig = field(default_factory=TrainConfig, metadata={"common": False})  # --help leaves them out
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
@@ -79,9 +80,13 @@ class PlanCommand:
 
 
 def run(arguments: list[str]) -> None:
-    chosen, settings = settings_below(arguments)
-    default = PlanCommand(recipe=chosen["recipe"], config=chosen["config"], settings=settings)
-    command = parse(PlanCommand, arguments, command="plan", description=DESCRIPTION, default=default)
+    command = parse(
+        PlanCommand,
+        arguments,
+        command="plan",
+        description=DESCRIPTION,
+        below=lambda typed: PlanCommand(settings=settings_below(typed)),
+    )
     console = Console(soft_wrap=True, highlight=False)
     samples = count(command.samples)
     network = NETWORKS[command.network or ("nvlink" if command.gpus <= PER_HOST else "infiniband")]

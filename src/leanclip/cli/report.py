@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from leanclip.cli.parse import Positional, arg, parse
-from leanclip.errors import UserError
+from leanclip.cli.parse import parse
 from leanclip.reporting import write_report
 
 DESCRIPTION = """Write one self-contained HTML file with a run's curves, evaluations and pictures.
@@ -20,7 +18,7 @@ curves on the same axes.
 
 @dataclass(frozen=True, kw_only=True)
 class ReportCommand:
-    runs: Annotated[tuple[str, ...], Positional, arg(metavar="RUN ...")]
+    run: tuple[str, ...]
     """The run's directory, or several."""
     output: str | None = None
     """The file to write. Default: report.html in the run's directory; comparison.html beside the first of several."""
@@ -28,7 +26,5 @@ class ReportCommand:
 
 def run(arguments: list[str]) -> None:
     command = parse(ReportCommand, arguments, command="report", description=DESCRIPTION)
-    if not command.runs:
-        raise UserError("which run? Give its directory: leanclip report logs/RUN")
-    path = write_report([Path(run) for run in command.runs], None if command.output is None else Path(command.output))
+    path = write_report([Path(run) for run in command.run], None if command.output is None else Path(command.output))
     print(f"report: {path.resolve()}")

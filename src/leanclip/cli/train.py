@@ -4,9 +4,10 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -28,35 +29,33 @@ from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.runs.config import RunConfig
 from leanclip.runs.defaults import default_name
 from leanclip.runs.stopping import Stopping, exit_code
+from leanclip.settings import common
 from leanclip.training import Job, describe, set_up, train
 from leanclip.training.preview import preview
 
 DESCRIPTION = """Train a CLIP model.
 
 A run is a recipe, a TOML file, flags, or any mix; flags win. Without --train-data it trains on the bundled emoji.
-The directory LOGS/NAME gets config.toml (give it back with --config to repeat the run), metrics.jsonl, TensorBoard
-files and checkpoints that open_clip loads. Ctrl-C saves before it ends the run; --name NAME --resume auto goes on.
+LOGS/NAME gets config.toml, metrics.jsonl, TensorBoard files and checkpoints that open_clip loads. Ctrl-C saves before
+it ends the run; the same command with --name NAME --resume auto continues it. OpenCLIP's flags work too
+(docs/from-openclip.md).
 
   leanclip train --recipe demo
-  leanclip train --train-data 'shards/{00000..00331}.tar' --val-data val.tar --model ViT-B-32 --global-batch-size 1024
-  leanclip train --config logs/RUN/config.toml --name again
-  torchrun --nproc-per-node 4 -m leanclip train --train-data ... --global-batch-size 4096     (4 GPUs)
-
-OpenCLIP's command lines work too: its flags are taken, translated with a note, or refused with the reason
-(docs/from-openclip.md lists them all).
+  leanclip train --train-data 'shards/{00000..00331}.tar' --val-data val.tar --global-batch-size 1024
+  torchrun --nproc-per-node 4 -m leanclip train --train-data shards/ --global-batch-size 4096
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand:
-    recipe: str | None = None
-    """Start from a recipe: its values come first. `--recipe list` shows them."""
-    config: str | None = None
-    """Start from a TOML file, such as a run's config.toml; it overrides the recipe."""
-    dry_run: bool = False
-    """Say what would happen, write a picture of one augmented batch, and stop."""
+    recipe: str | None = common(None)
+    """Start from a recipe; `--recipe list` lists them."""
+    config: str | None = common(None)
+    """Start from a TOML file, such as a run's config.toml. It overrides the recipe."""
+    dry_run: bool = common(False)
+    """Print the resolved run, draw one augmented batch, and stop."""
     profile: bool = False
-    """Take a few steps, say where their time goes and what bounds the run, and stop."""
+    """Time a few steps, print what bounds the run, and stop."""
     settings: TrainConfig = field(default_factory=TrainConfig)
 
 
@@ -195,45 +194,37 @@ def prepare(job: Job, directory: RunDirectory) -> None:
 
 def parse_command(arguments: list[str]) -> TrainCommand:
     """Recipe, then TOML file, then flags."""
-    chosen, settings = settings_below(arguments)
-    default = TrainCommand(recipe=chosen["recipe"], config=chosen["config"], settings=settings)
-    return parse(TrainCommand, arguments, command="train", description=DESCRIPTION, default=default)
+    return parse(
+        TrainCommand,
+        arguments,
+        command="train",
+        description=DESCRIPTION,
+        below=lambda typed: TrainCommand(settings=settings_below(typed)),
+    )
 
 
-def settings_below(arguments: list[str]) -> tuple[dict[str, str | None], TrainConfig]:
-    """The recipe and the file that the flags name, and the settings that the flags then override."""
-    chosen = {name: _value_of(name, arguments) for name in ("recipe", "config")}
+def settings_below(typed: Mapping[str, Any]) -> TrainConfig:
+    """The settings of the recipe and the file that the flags name, which the flags then override."""
     settings = TrainConfig()
-    if chosen["recipe"] not in (None, "list"):
-        settings = override(settings, load_recipe(str(chosen["recipe"])), f"recipe {chosen['recipe']}")
-    if chosen["config"] is not None:
-        settings = override(settings, load_toml(Path(chosen["config"])), chosen["config"])
-    typed = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
-    for one, other in (("--batch-size", "global_batch_size"), ("--global-batch-size", "batch_size")):
-        if one in typed:
+    recipe, file = typed.get("recipe"), typed.get("config")
+    if recipe not in (None, "list"):
+        settings = override(settings, load_recipe(recipe), f"recipe {recipe}")
+    if file is not None:
+        settings = override(settings, load_toml(Path(file)), file)
+    for flag, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
+        if flag in typed:
             settings = replace(settings, data=replace(settings.data, **{other: None}))
-    for one, other in (("--save-frequency", "save_every"), ("--val-frequency", "eval_every")):
-        if one in typed and f"--{other.replace('_', '-')}" not in typed:
+    for flag, other in (("save_frequency", "save_every"), ("val_frequency", "eval_every")):
+        if flag in typed and other not in typed:
             settings = replace(settings, run=replace(settings.run, **{other: None}))
-    loss = _value_of("loss", arguments)
-    if loss is not None and loss != settings.run.loss:
-        settings = replace(settings, loss=LossConfig())  # what was said for the other loss
-    return chosen, settings
+    if typed.get("loss", settings.run.loss) != settings.run.loss:
+        settings = replace(settings, loss=LossConfig())  # hyper-parameters of the other loss
+    return settings
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:
     """What is saved: everything that decides the run, without what only said how it was started."""
     return replace(config, run=replace(config.run, resume=None, reset_loss_state=False, overwrite=False, device=None))
-
-
-def _value_of(flag: str, arguments: list[str]) -> str | None:
-    """The value of a flag that must be known before the others can be parsed."""
-    for position, argument in enumerate(arguments):
-        if argument == f"--{flag}" and position + 1 < len(arguments):
-            return arguments[position + 1]
-        if argument.startswith(f"--{flag}="):
-            return argument.partition("=")[2]
-    return None
 
 
 if __name__ == "__main__":

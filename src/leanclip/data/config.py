@@ -4,27 +4,29 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from leanclip.settings import common
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data"""
 
-    train_data: str | None = None
-    """WebDataset tar shards: a path, a directory, a glob, a brace pattern such as 'cc3m-{00000..00331}.tar', or URLs
-    of that form (s3://, gs://, https://); several with :: between them. Or a .csv or .tsv of image paths and
-    captions, or synthetic:N for N made-up samples. Default: the bundled emoji."""
+    train_data: str | None = common(None)
+    """WebDataset tar shards, or a .csv or .tsv of image paths and captions. Shards: a path, a directory, a glob, a
+    brace pattern such as 'cc3m-{00000..00331}.tar', or URLs of that form (s3://, gs://, https://); several with ::
+    between them. synthetic:N generates N samples. Default: the bundled emoji."""
     train_data_upsampling_factors: str | None = None
     """How often an epoch visits each of several sources, as 2::1. Default: each once."""
-    val_data: str | None = None
-    """Held-out shards for retrieval; several captions per image stand in .json under "captions"."""
+    val_data: str | None = common(None)
+    """Held-out pairs for retrieval. Several captions per image are read from .json under "captions"."""
     csv_img_key: str = "filepath"
     """The column of a .csv or .tsv that holds image paths; relative ones count from the file's folder."""
     csv_caption_key: str = "title"
     """The column that holds captions."""
     csv_separator: str | None = None
     """What separates the columns, such as ',' or '\\t'. Default: whichever splits the header into these columns."""
-    val_split: float = 0.0
-    """Without --val-data: hold this share of the training data out instead."""
+    val_split: float = common(0.0)
+    """Share of the training data to hold out. For runs without --val-data."""
     caption_key: str = "captions"
     """Where a sample's .json has its caption or list of captions; without it the .txt is the caption."""
     caption_weights_key: str | None = None
@@ -35,10 +37,10 @@ class DataConfig:
     """all: an epoch is a permutation of all samples. blocks: neighbours stay near each other, for slow storage."""
     batch_size: int | None = None
     """Samples per step on each process (as in OpenCLIP). Give this or --global-batch-size."""
-    global_batch_size: int | None = None
-    """Samples per step over all processes: what a recipe fixes and a resumed run must keep. Default: 128."""
-    workers: int = 2
-    """Processes that decode and augment. 0 does it in the training process."""
+    global_batch_size: int | None = common(None)
+    """Samples per step over all processes. A resumed run must keep it. Default: 128."""
+    workers: int = common(2)
+    """Processes that decode and augment images. 0 does it in the training process."""
     train_num_samples: int | None = None
     """Accepted for OpenCLIP's command lines and not used: samples are counted."""
     data_size: int | None = None

@@ -3,16 +3,18 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from leanclip.settings import common
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Model"""
 
-    model: str | None = None
-    """An open_clip model name, or the path of a config file in its format.
-    Default: that of the run that --pretrained names, else ViT-B-32; leanclip-tiny for the bundled data."""
-    pretrained: str | None = None
-    """Weights to start from: a local checkpoint, a leanclip run, or an open_clip tag."""
+    model: str | None = common(None)
+    """An open_clip model name, or the path of a config file in its format. Default: the model of the run that
+    --pretrained names, else ViT-B-32; leanclip-tiny for the bundled data."""
+    pretrained: str | None = common(None)
+    """Initial weights: a checkpoint, a leanclip run or an open_clip tag."""
     lock_image: bool = False
     """Freeze the image tower (LiT)."""
     lock_image_unlocked_groups: int = 0

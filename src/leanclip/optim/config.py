@@ -4,14 +4,16 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from leanclip.settings import common
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """Optimizer"""
 
-    opt: str = "adamw"
-    """adamw, lamb, lion, sgdm, or any other name of timm's optimizer factory."""
-    lr: float | None = None
+    opt: str = common("adamw")
+    """adamw, lamb, lion, sgdm or another optimizer of timm."""
+    lr: float | None = common(None)
     """Peak learning rate. Default: interpolated from the published settings (docs/algorithm.md)."""
     lr_floor: float = 0.0
     """The schedule ends here."""
@@ -22,7 +24,7 @@ class OptimConfig:
     """The epochs over which const-cooldown goes down."""
     lr_cooldown_power: float = 1.0
     """How const-cooldown goes down: 1 in a line, 2 in a parabola."""
-    wd: float | None = None
+    wd: float | None = common(None)
     """Weight decay, of matrices only. Default: 0.1."""
     beta1: float | None = None
     """Default: by model, 0.9."""
@@ -32,7 +34,7 @@ class OptimConfig:
     """The optimizer's epsilon. Default: by model, 1e-6 for ViTs and 1e-8 for ResNets."""
     momentum: float = 0.9
     """Momentum of sgdm."""
-    warmup: int | None = None
+    warmup: int | None = common(None)
     """Steps of linear warm-up. Default: a tenth of the run, at most 10,000."""
     grad_clip_norm: float | None = None
     """Scale gradients down to this norm."""

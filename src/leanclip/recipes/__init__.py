@@ -14,14 +14,16 @@ def load_recipe(name: str) -> dict[str, Any]:
     names = [known for known, _ in list_recipes()]
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names
-        raise UserError(f"unknown recipe {name!r}; nearest: {', '.join(near)} (--recipe list shows all)")
+        raise UserError(
+            f"unknown recipe {name!r}; nearest: {', '.join(near)} (--recipe list lists all)", code="recipe.unknown"
+        )
     return load_toml(DIRECTORY / f"{name}.toml")
 
 
 def list_recipes() -> list[tuple[str, str]]:
     """All recipes with the first line of their description."""
-    found = []
+    recipes = []
     for path in sorted(DIRECTORY.rglob("*.toml")):
         first = path.read_text().partition("\n")[0]
-        found.append((path.relative_to(DIRECTORY).with_suffix("").as_posix(), first.lstrip("# ")))
-    return found
+        recipes.append((path.relative_to(DIRECTORY).with_suffix("").as_posix(), first.lstrip("# ")))
+    return recipes

@@ -7,6 +7,7 @@ from leanclip.data import DataConfig
 from leanclip.losses import LossConfig
 from leanclip.models import ModelConfig
 from leanclip.optim import OptimConfig
+from leanclip.settings import common
 
 Precision = Literal["amp_bf16", "amp_bfloat16", "amp", "fp32", "fp64"]
 TRACKERS = ("tensorboard", "wandb")
@@ -25,35 +26,36 @@ def tracker_names(report_to: str) -> tuple[str, ...]:
 class RunConfig:
     """Run"""
 
-    name: str | None = None
+    name: str | None = common(None)
     """Name of the run: its directory under --logs. Default: made of time, model and loss."""
-    logs: str = "logs"
-    """Where runs are kept."""
-    epochs: int = 32
+    logs: str = common("logs")
+    """The directory that holds the runs."""
+    epochs: int = common(32)
     """Passes over the training data."""
     max_steps: int | None = None
     """Stop after this many steps, if --epochs would take more. The schedules end there too."""
-    loss: str = "fastclip-v3"
+    loss: str = common("fastclip-v3")
     """infonce, siglip, sogclr, isogclr, fastclip-v0, fastclip-v1, fastclip-v2 or fastclip-v3."""
     implementation: Literal["auto", "reference", "tiled", "triton"] = "auto"
-    """Who computes the loss; auto takes the fastest."""
-    precision: Precision | None = None
-    """amp_bf16: bf16 autocast; amp: fp16 autocast with a loss scale. Default: amp_bf16 on a GPU, fp32 without one."""
-    device: str | None = None
+    """The loss backend; auto takes the fastest."""
+    precision: Precision | None = common(None)
+    """Arithmetic of the towers. amp_bf16: bf16 autocast; amp: fp16 autocast with a loss scale. Default: amp_bf16 on a
+    GPU, fp32 without one."""
+    device: str | None = common(None)
     """cpu, cuda or cuda:1. Default: a GPU if there is one."""
     seed: int = 0
-    """Of everything random: initial weights, order, captions, augmentation."""
+    """Seed of initial weights, sample order, captions and augmentation."""
     save_frequency: int | None = None
     """Epochs between checkpoints (as in OpenCLIP); --save-every says it in steps."""
     val_frequency: int | None = None
     """Epochs between evaluations (as in OpenCLIP); --eval-every says it in steps."""
     log_every: int = 10
     """Steps between log lines."""
-    eval_every: int | None = None
-    """Steps between evaluations; 0 evaluates only before and after. Default: a tenth of the run, at least 10."""
-    zero_shot: tuple[str, ...] = ()
-    """Labelled images to classify at each evaluation: tar shards with .cls files and a classnames.txt, or a folder
-    for each class. May be given several times. The bundled data bring their own."""
+    eval_every: int | None = common(None)
+    """Steps between evaluations. 0 evaluates only before and after. Default: a tenth of the run, at least 10."""
+    zero_shot: tuple[str, ...] = common(())
+    """Labelled images to classify at each evaluation. Tar shards with .cls files and a classnames.txt, or a folder
+    for each class. The flag can be repeated. The bundled data set includes its own."""
     imagenet_val: str | None = None
     """ImageNet's validation images, in a folder for each class, to classify at each evaluation."""
     imagenet_v2: str | None = None
@@ -61,18 +63,18 @@ class RunConfig:
     templates: str | None = None
     """Prompts for class names: openai (80), simple (7), or a file with one per line, {} standing for the name.
     Default: the set's own, else openai for ImageNet and simple for others."""
-    save_every: int | None = None
-    """Steps between checkpoints; 0 saves only at the end. Default: a twentieth of the run, at least 100. Training
-    goes on while one is written."""
+    save_every: int | None = common(None)
+    """Steps between checkpoints. 0 saves only at the end. Default: a twentieth of the run, at least 100. Training
+    continues while a checkpoint is written."""
     keep_last: int = 3
     """How many of the newest checkpoints stay; 0 keeps all. The best one (--best-metric) stays beside them."""
     keep_every: int | None = None
     """Checkpoints at multiples of this many steps stay, too."""
     stop_on_save_error: bool = False
     """End the run when a checkpoint cannot be written. Default: warn, go on, and try again at the next."""
-    max_hours: float | None = None
-    """After this many hours finish the step, save, and exit with code 75; --resume auto goes on. SIGTERM and SIGUSR1
-    do the same, and Ctrl-C with code 130."""
+    max_hours: float | None = common(None)
+    """After this many hours save and exit with code 75. --resume auto continues. SIGTERM and SIGUSR1 do the same, and
+    Ctrl-C with code 130."""
     best_metric: str = "text_to_image_recall@10"
     """The checkpoint with the highest value of this is kept as checkpoints/best. Of a zero-shot set: NAME/top1."""
     ema: float | None = None
@@ -81,19 +83,19 @@ class RunConfig:
     max_bad_steps: int = 10
     """Steps in a row whose loss or gradient is not finite (each is skipped) before the run goes back to its last
     checkpoint, once, and the next time stops and writes diagnosis.json."""
-    report_to: str = "tensorboard"
-    """Who shows the numbers of metrics.jsonl: tensorboard, wandb, both with a comma between (or all), or none."""
+    report_to: str = common("tensorboard")
+    """Trackers: tensorboard, wandb, all or none. metrics.jsonl is always written."""
     wandb_project_name: str = "leanclip"
     """The wandb project of the run."""
     wandb_notes: str | None = None
     """Notes that wandb shows with the run."""
-    resume: str | None = None
-    """Go on from a checkpoint: `auto` for this run's newest, or to start it if it has none; `latest` for this run's
-    newest; or another run, one of its checkpoints, or a file of OpenCLIP's."""
+    resume: str | None = common(None)
+    """Continue from a checkpoint; `auto`: the newest of this run, if any. `latest`: this run's newest, an error if
+    it has none. Or a path: another run, one of its checkpoints, or a checkpoint file of OpenCLIP."""
     reset_loss_state: bool = False
     """With --resume: begin the per-sample tables anew, for new data or another loss. Weights, optimizer, step and
     a temperature that all samples share go on."""
-    overwrite: bool = False
+    overwrite: bool = common(False)
     """Replace a run of the same name."""
 
     def __post_init__(self) -> None:
@@ -132,13 +134,13 @@ class RunConfig:
 class ParallelConfig:
     """Memory and processes"""
 
-    micro_batch: int | None = None
-    """Embed this many samples at a time and keep only their embeddings: a large batch on a small GPU, with the
-    gradients of the whole batch, for about half more time. Default: the whole share of a process, or on a GPU
-    where that does not fit the most that does."""
-    grad_checkpointing: bool | int = False
-    """Recompute the transformer blocks' activations in the backward pass instead of keeping them: of all blocks, or
-    of this many of each tower (--grad-checkpointing 6)."""
+    micro_batch: int | None = common(None)
+    """Samples embedded at a time, for large batches on small GPUs. Only embeddings are kept; gradients are those of
+    the whole batch; a step takes about half more time. Default: the share of a process, or on a GPU where that does
+    not fit the most that does."""
+    grad_checkpointing: bool | int = common(False)
+    """Recompute activations in the backward pass to save memory. Of all transformer blocks, or of this many of each
+    tower (--grad-checkpointing 6)."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the towers: faster steps after a first one that takes longer. auto: on a GPU, in runs in which that
     should save more time than it takes."""
@@ -148,8 +150,8 @@ class ParallelConfig:
     pad_text: bool = False
     """Run the text tower on captions padded to the context length, as OpenCLIP does. Default: on their own tokens
     only, which is the same for causal towers that are read at the end token, and faster."""
-    fsdp: bool = False
-    """Split weights, gradients and optimizer state over the processes (FSDP2). Default: every one has all (DDP)."""
+    fsdp: bool = common(False)
+    """Shard weights, gradients and optimizer state (FSDP2). Default: every process holds all of them (DDP)."""
     use_bn_sync: bool = False
     """Batch normalisation over all processes' samples (ResNets on GPUs). Default: each process's own."""
     dist_timeout: float = 600.0

@@ -1,0 +1,68 @@
+"""Fields of the configuration dataclasses: what their types accept, and marks that the command line reads."""
+
+from dataclasses import dataclass, field
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+T = TypeVar("T")
+
+
+def common(default: T) -> T:
+    """A field with this default that `--help` shows. Fields without this mark are in `--help-all` only."""
+    return field(default=default, metadata={"common": True})
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The values that a field accepts, read from its type."""
+
+    kinds: tuple[type, ...]  # scalar types, in the order in which a word is tried
+    choices: tuple[str, ...] = ()
+    length: int | None = None  # of a tuple; 0 for any length
+    optional: bool = False
+
+    @classmethod
+    def of(cls, hint: Any) -> "Accepted":
+        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        optional = NoneType in options
+        options = tuple(option for option in options if option is not NoneType)
+        items = get_args(options[0])
+        if get_origin(options[0]) is Literal:
+            return cls((str,), choices=items, optional=optional)
+        if get_origin(options[0]) is tuple:
+            return cls(items[:1], length=0 if items[-1] is Ellipsis else len(items), optional=optional)
+        return cls(options, optional=optional)
+
+    @property
+    def described(self) -> str:
+        """For messages and --help: FLOAT FLOAT, INT or {on,off}."""
+        kinds = [kind.__name__.upper() for kind in self.kinds if kind is not bool] or ["{True,False}"]
+        return f"{{{','.join(self.choices)}}}" if self.choices else " ".join(kinds * (self.length or 1))
+
+    def from_word(self, word: str) -> Any:
+        """A word of the command line as one value of this type; `None` unsets an optional field."""
+        if word == "None" and self.optional:
+            return None
+        for kind in self.kinds:
+            try:
+                value = {"True": True, "False": False}[word] if kind is bool else kind(word)
+            except (KeyError, ValueError):
+                continue
+            if not self.choices or value in self.choices:
+                return value
+        raise ValueError(f"{word!r}; expected {self.described}")
+
+    def from_toml(self, value: Any) -> Any:
+        """A value of a TOML file, checked; lists become tuples, and whole numbers floats where floats are due."""
+        if self.length is None:
+            return self._scalar(value)
+        if not isinstance(value, list) or len(value) != (self.length or len(value)):
+            raise ValueError(f"{value!r}; expected a list of {self.length or 'any number of'} values")
+        return tuple(self._scalar(item) for item in value)
+
+    def _scalar(self, value: Any) -> Any:
+        if float in self.kinds and type(value) is int:
+            value = float(value)
+        if type(value) not in self.kinds or (self.choices and value not in self.choices):
+            raise ValueError(f"{value!r}; expected {self.described}")
+        return value
