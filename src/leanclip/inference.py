@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from leanclip.errors import UserError
-from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, TwoTower, load_model
+from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, TwoTower, find_weights, load_model
 
 __all__ = ["find_model", "load", "load_model"]
 
@@ -17,12 +17,14 @@ def load(run_or_checkpoint: str | Path) -> tuple[TwoTower, Callable[..., Tensor]
     return model, model.transform(train=False), model.tokenizer
 
 
-def find_model(given: Path) -> Path:
-    """The directory with the weights: the given one, or the last checkpoint of a run."""
-    if not given.exists():
-        raise UserError(f"no such run or checkpoint: {given}")
-    newest = sorted(given.glob("checkpoints/step_*"), reverse=True)[:1]  # where the link is gone
-    for candidate in (given, given / "checkpoints" / "last", *newest):
-        if (candidate / WEIGHTS_FILE).is_file() and (candidate / CONFIG_FILE).is_file():
-            return candidate
-    raise UserError(f"{given} holds no checkpoint: expected {WEIGHTS_FILE} there or in its checkpoints/last")
+def find_model(path: Path) -> Path:
+    """The directory with the weights of a run or checkpoint and their architecture."""
+    if not path.exists():
+        raise UserError(f"no such run or checkpoint: {path}", code="checkpoint.not_found")
+    directory = find_weights(path)
+    if directory is None or not (directory / CONFIG_FILE).is_file():
+        raise UserError(
+            f"no checkpoint in {path}: expected {WEIGHTS_FILE} and {CONFIG_FILE} there or in its checkpoints/last",
+            code="checkpoint.not_found",
+        )
+    return directory

@@ -16,8 +16,9 @@ import torch
 from ranks_job import CONTEXT
 from training_worker import vit_file
 
-from leanclip.checkpointing.checkpoint import load_tensors_of, step_directories
+from leanclip.checkpointing.checkpoint import load_tensors_of
 from leanclip.data.datasets import BUNDLED
+from leanclip.models import step_directories
 
 TIMEOUT = 20.0
 VOLATILE = ("seconds", "samples_per_second", "data_wait", "resident_gib", "loss_collectives", "loss_bytes")

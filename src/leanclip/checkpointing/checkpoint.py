@@ -11,7 +11,6 @@ step_00001000/
 """
 
 import json
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -38,14 +37,15 @@ from leanclip.checkpointing.storage import (
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.filesystem import put_back, remove, replace_directory, sync
-from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, with_temperature
+from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, step_directories, with_temperature
+from leanclip.models.saved import LAST
 from leanclip.progress import ACTIVITY
 
 FORMAT = 1
 STATE_FILE = "state.json"
 TRAINED_FILE = "trained.safetensors"  # with an EMA, whose weights are the model's: those that train
 TENSORS = "state"
-BEST, LAST = "best", "last"
+BEST = "best"
 LONG_WAIT = 1.0  # seconds that training may wait for a save without a word
 PATIENCE = 1800.0  # seconds that a save may take beyond the processes' time-out
 
@@ -255,12 +255,6 @@ class Checkpoints:
 
 def step_name(step: int) -> str:
     return f"step_{step:08d}"
-
-
-def step_directories(checkpoints: Path) -> list[tuple[int, Path]]:
-    """The checkpoints that can be resumed, by their steps."""
-    found = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_[0-9]+", path.name)]
-    return [(int(path.name[5:]), path) for path in found if path.is_dir()]
 
 
 def tidy(checkpoints: Path) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from leanclip.checkpointing.checkpoint import FORMAT, STATE_FILE, TENSORS, Position, step_directories, tidy
+from leanclip.checkpointing.checkpoint import FORMAT, STATE_FILE, TENSORS, Position, tidy
 from leanclip.checkpointing.state import RunState
 from leanclip.checkpointing.storage import DamagedError, StoredTensors, verify
 from leanclip.data import Manifest, check_manifest
 from leanclip.errors import UserError
 from leanclip.losses import LossConfig
+from leanclip.models import step_directories
 from leanclip.runs.config import TrainConfig
 from leanclip.runs.run_directory import RunDirectory
 

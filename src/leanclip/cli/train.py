@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from leanclip import __version__
-from leanclip.checkpointing.checkpoint import copy_best, set_aside, step_directories, tidy
+from leanclip.checkpointing.checkpoint import copy_best, set_aside, tidy
 from leanclip.checkpointing.resume import AUTO, LATEST
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.parse import parse
@@ -22,6 +22,7 @@ from leanclip.distributed import Ranks, detect_launch, device_for, launch_id, pr
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically
 from leanclip.losses import LossConfig
+from leanclip.models import step_directories
 from leanclip.planning.profile import profile, summary
 from leanclip.progress import ACTIVITY
 from leanclip.recipes import load_recipe

@@ -11,10 +11,11 @@ from leanclip.models.open_clip_api import (
     named_architecture,
     prompt_templates,
 )
+from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE, find_weights, step_directories
 from leanclip.models.tokenizer import TokenCounter, create_tokenizer
 from leanclip.models.two_tower import TwoTower
 from leanclip.models.untrusted import read_torch_file
-from leanclip.models.weights import CONFIG_FILE, WEIGHTS_FILE, saved_architecture, with_temperature
+from leanclip.models.weights import with_temperature
 
 __all__ = [
     "CONFIG_FILE",
@@ -25,6 +26,7 @@ __all__ = [
     "TwoTower",
     "create_model",
     "create_tokenizer",
+    "find_weights",
     "imagenet_classnames",
     "is_model_name",
     "is_resnet",
@@ -33,6 +35,6 @@ __all__ = [
     "named_architecture",
     "prompt_templates",
     "read_torch_file",
-    "saved_architecture",
+    "step_directories",
     "with_temperature",
 ]

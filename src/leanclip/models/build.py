@@ -10,10 +10,11 @@ import torch
 from leanclip.errors import UserError
 from leanclip.models.config import ModelConfig
 from leanclip.models.open_clip_api import model_config_of, open_clip, registered
+from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE
 from leanclip.models.tokenizer import registered_tokenizer
 from leanclip.models.two_tower import TwoTower
 from leanclip.models.untrusted import without_code
-from leanclip.models.weights import CONFIG_FILE, WEIGHTS_FILE, load_weights, pretrained_weights
+from leanclip.models.weights import load_weights, pretrained_weights
 
 
 def create_model(

@@ -12,23 +12,10 @@ from torch import Tensor
 from leanclip.errors import UserError
 from leanclip.models.config import ModelConfig
 from leanclip.models.open_clip_api import PreprocessCfg, model_config_of, named_architecture, open_clip
+from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE, find_weights
 from leanclip.models.untrusted import check_weights
 
-WEIGHTS_FILE = "open_clip_model.safetensors"  # the two names that open_clip looks for in a `local-dir:`
-CONFIG_FILE = "open_clip_config.json"
 PREPROCESS_FIELDS = {field.name for field in fields(PreprocessCfg)}
-
-
-def saved_weights(path: Path) -> Path | None:
-    """The directory of the weights of a run or a checkpoint directory, if it is one."""
-    directories = (path, path / "checkpoints" / "last")
-    return next((directory for directory in directories if (directory / WEIGHTS_FILE).is_file()), None)
-
-
-def saved_architecture(path: Path) -> Path | None:
-    """The config beside the weights of a run or a checkpoint directory, if it is one."""
-    directory = saved_weights(path)
-    return None if directory is None or not (directory / CONFIG_FILE).is_file() else directory / CONFIG_FILE
 
 
 def pretrained_weights(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
@@ -37,7 +24,7 @@ def pretrained_weights(config: ModelConfig) -> tuple[Path | None, dict[str, Any]
         return None, {}
     path = Path(config.pretrained)
     if path.is_dir():
-        if (directory := saved_weights(path)) is not None:
+        if (directory := find_weights(path)) is not None:
             return directory / WEIGHTS_FILE, _saved_preprocessing(directory)
         raise UserError(
             f"no weights in {path}: expected {WEIGHTS_FILE} there or in its checkpoints/last",

@@ -12,7 +12,7 @@ from leanclip.distributed import start_time
 from leanclip.errors import UserError
 from leanclip.losses import LossConfig
 from leanclip.losses.registry import spec_of
-from leanclip.models import is_resnet, named_architecture, saved_architecture
+from leanclip.models import CONFIG_FILE, find_weights, is_resnet, named_architecture
 from leanclip.optim import OptimConfig
 from leanclip.runs.config import RunConfig, TrainConfig
 from leanclip.runs.run_directory import RunDirectory
@@ -114,11 +114,12 @@ def _model_name(config: TrainConfig) -> str:
 def _model_of(weights: str | None) -> str | None:
     """What the weights of a run or a checkpoint directory are of: the model's name, or the config beside them where
     the run trained it in another form (--force-image-size, --force-quick-gelu, ...)."""
-    if weights is None or (saved := saved_architecture(Path(weights))) is None:
+    directory = None if weights is None else find_weights(Path(weights))
+    if weights is None or directory is None or not (directory / CONFIG_FILE).is_file():
         return None
     path = Path(weights).resolve()
     names = [RunDirectory(folder).facts().get("model") for folder in (path, path.parent.parent)]
-    return named_architecture(saved, [name for name in names if isinstance(name, str)])
+    return named_architecture(directory / CONFIG_FILE, [name for name in names if isinstance(name, str)])
 
 
 def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | None]:

@@ -10,11 +10,12 @@ from typing import NamedTuple, NoReturn
 
 from rich.console import Console
 
-from leanclip.checkpointing.checkpoint import Checkpoints, Position, set_aside, step_directories
+from leanclip.checkpointing.checkpoint import Checkpoints, Position, set_aside
 from leanclip.checkpointing.resume import LATEST, SavedRun, find_saved, settings
 from leanclip.data import Batch, BrokenCount, on_device
 from leanclip.distributed import TRAFFIC_COUNTER, Traffic, compare_traffic
 from leanclip.errors import UserError
+from leanclip.models import step_directories
 from leanclip.optim import scheduled, set_learning_rate
 from leanclip.runs.health import HealthCheck
 from leanclip.runs.histograms import state_histograms
