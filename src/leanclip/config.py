@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import tomli_w
 
 from leanclip.errors import UserError
+from leanclip.filesystem import write_atomically
 from leanclip.runs import TrainConfig
 from leanclip.settings import Accepted
 
@@ -69,7 +70,7 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 
 def save_toml(config: TrainConfig, path: Path) -> None:
-    path.write_text(tomli_w.dumps(flatten(config)))
+    write_atomically(path, tomli_w.dumps(flatten(config)))
 
 
 def _checked(component: type, name: str, value: Any, source: str) -> Any:

@@ -23,5 +23,5 @@ class UserError(Exception):
 
 def first_line(error: BaseException, *, limit: int = 160) -> str:
     """The type of an error and the first line of its message, for a message of ours."""
-    lines = str(error).strip().splitlines()
+    lines = (getattr(error, "strerror", None) or str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:limit]}" if lines else type(error).__name__

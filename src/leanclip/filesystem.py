@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def atomic_path(final: Path) -> Iterator[Path]:
+def atomic_path(final: Path, *, suffix: str = ".tmp") -> Iterator[Path]:
     """A temporary path beside `final`, which is moved to it when the block succeeds and removed when it fails."""
-    handle, name = tempfile.mkstemp(dir=final.parent, prefix=f".{final.name}.")
+    handle, name = tempfile.mkstemp(dir=final.parent, prefix=f".{final.name}.", suffix=suffix)
     os.close(handle)
     temporary = Path(name)
     try:

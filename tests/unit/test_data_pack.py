@@ -73,7 +73,7 @@ def test_finished_shards_stay_and_lost_ones_come_back(tmp_path, capsys):
     written = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tar")}
     (out / "00001.tar").unlink()
     (out / "00002.tar").write_bytes(b"short")
-    (out / "00002.tar.partial").write_bytes(b"left behind")
+    (out / ".00002.tar.x.tmp").write_bytes(b"left behind")
     with (out / "pack.jsonl").open("a") as file:
         file.write('\0\0\n{"shard": 7, "samp')
     capsys.readouterr()
@@ -81,7 +81,7 @@ def test_finished_shards_stay_and_lost_ones_come_back(tmp_path, capsys):
     assert "3 (1 were there)" in capsys.readouterr().out
     assert contents(out) == before
     assert (out / "00000.tar").stat().st_mtime_ns == written["00000.tar"]
-    assert not list(out.glob("*.partial"))
+    assert not list(out.glob("*.tmp"))
     assert command(*arguments) == 0
     assert "3 (3 were there)" in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ from leanclip.checkpointing.checkpoint import FORMAT, STATE_FILE, TENSORS, Posit
 from leanclip.checkpointing.state import RunState
 from leanclip.checkpointing.storage import DamagedError, StoredTensors, verify
 from leanclip.data import Manifest, check_manifest
-from leanclip.errors import UserError
+from leanclip.errors import UserError, first_line
 from leanclip.losses import LossConfig
 from leanclip.models import step_directories
 from leanclip.runs.config import TrainConfig
@@ -76,7 +76,7 @@ class SavedRun:
         except UserError as error:
             raise UserError(f"{self.path} is of another run: {error}") from error
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # made by something else
-            raise DamagedError(f"{self.path} cannot be read ({type(error).__name__}: {str(error)[:100]})") from error
+            raise DamagedError(f"{self.path} cannot be read ({first_line(error)})") from error
 
     def already_reset(self, config: TrainConfig, manifest: Manifest | None, samples: int) -> bool:
         """Whether --reset-loss-state was done for these data and this loss: the same command, given again."""

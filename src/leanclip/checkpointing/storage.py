@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from leanclip.errors import UserError
+from leanclip.errors import UserError, first_line
 from leanclip.filesystem import sync
 from leanclip.progress import ACTIVITY
 
@@ -149,7 +149,7 @@ class StoredTensors:
         try:
             found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
         except Exception as error:  # whatever files that are something else make the reader raise
-            raise DamagedError(f"{directory} holds no tensors of a run ({type(error).__name__})") from error
+            raise DamagedError(f"{directory} holds no tensors of a run ({first_line(error)})") from error
         entries = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
         return cls(
             directory,
@@ -194,7 +194,7 @@ def verify(directory: Path) -> None:
     try:
         _compare(directory, expected)
     except (OSError, ValueError) as error:  # names that no file can have, disks that cannot be read
-        raise DamagedError(f"{directory} cannot be read ({first_reason(error)[:160]})") from error
+        raise DamagedError(f"{directory} cannot be read ({first_reason(error)})") from error
 
 
 def _compare(directory: Path, expected: Mapping[str, Any]) -> None:
@@ -223,8 +223,5 @@ def _hash(path: Path) -> str:
 
 
 def first_reason(error: BaseException) -> str:
-    """One line, of the first failure where torch's checkpointing tells of those of several processes."""
-    if isinstance(error, CheckpointException):
-        error = error.failures[min(error.failures)][0]
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else '?'}"
+    """One line; of torch's checkpointing, which collects the failures of several processes, the first one."""
+    return first_line(error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error)

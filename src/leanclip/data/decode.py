@@ -21,6 +21,7 @@ from PIL import Image, ImageEnhance
 from torch import Tensor
 
 from leanclip.data.source import BrokenSample, Source
+from leanclip.errors import first_line
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # Pillow knows more, some of which start programs
 MOST_PIXELS = 89_478_485  # Pillow's own bound, from which on it warns of a decompression bomb
@@ -162,7 +163,7 @@ def open_image(content: bytes) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise BrokenSample("huge", str(error)) from error
     except Exception as error:  # decoders fail in many ways on damaged input
-        raise BrokenSample("image", _reason(error)) from error
+        raise BrokenSample("image", first_line(error)) from error
     if image.width * image.height > MOST_PIXELS:
         raise BrokenSample("huge", f"it has {image.width} x {image.height} pixels")
     return image
@@ -275,12 +276,8 @@ def _rgb(image: Image.Image) -> Image.Image:
             warnings.simplefilter("ignore")
             return image.convert("RGB")
     except Exception as error:  # decoders fail in many ways on damaged input
-        raise BrokenSample("image", _reason(error)) from error
+        raise BrokenSample("image", first_line(error)) from error
 
 
 def _both(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-def _reason(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import braceexpand
 import fsspec
 
-from leanclip.errors import UserError
+from leanclip.errors import UserError, first_line
 from leanclip.progress import ACTIVITY
 
 OPEN_FILES = 256  # per process; a data set may have more shards than a process may open files
@@ -62,7 +62,7 @@ def stat_all(paths: list[str], pattern: str) -> list[FileStat]:
             origin = "" if path == pattern else f" (from {pattern})"
             raise UserError(f"no such file or folder: {path}{origin}") from error
         except OSError as error:
-            raise UserError(f"cannot read {path} ({_reason(error)})") from error
+            raise UserError(f"cannot read {path} ({first_line(error)})") from error
         ACTIVITY.still_working()
     return found
 
@@ -129,14 +129,14 @@ class OpenFiles:
         except OSError:
             raise
         except Exception as error:  # every client has errors of its own
-            raise OSError(f"cannot read {path} ({_reason(error)})") from error
+            raise OSError(f"cannot read {path} ({first_line(error)})") from error
 
 
 def _system(path: str, *, fresh: bool = False) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(path, skip_instance_cache=fresh)
     except (ImportError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {_reason(error)}") from error
+        raise UserError(f"cannot read {path}: {first_line(error)}") from error
 
 
 def _expand_local(part: str) -> list[str]:
@@ -152,7 +152,7 @@ def _expand_url(part: str) -> list[str]:
     try:
         return sorted(system.unstrip_protocol(path) for path in system.glob(inside))
     except Exception as error:  # every client has errors of its own
-        raise UserError(f"cannot list {part} ({_reason(error)})") from error
+        raise UserError(f"cannot list {part} ({first_line(error)})") from error
 
 
 def _stat_local(path: str) -> FileStat:
@@ -176,13 +176,8 @@ def _stat_url(path: str, listed: dict[str, dict[str, dict[str, Any]]]) -> FileSt
     except OSError:
         raise
     except Exception as error:  # every client has errors of its own
-        raise OSError(_reason(error)) from error
+        raise OSError(first_line(error)) from error
     if not info.get("size"):
         raise OSError("it has no size")
     version = next((str(info[key]) for key in STAMPS if info.get(key)), "")
     return FileStat(path, int(info["size"]), version)
-
-
-def _reason(error: Exception) -> str:
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return text.splitlines()[0]

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from leanclip.data.files import FileStat, OpenFiles, is_remote
 from leanclip.data.tar import COLUMNS, compression_of, scan
 from leanclip.errors import UserError
-from leanclip.filesystem import cache_directory
+from leanclip.filesystem import atomic_path, cache_directory
 from leanclip.progress import ACTIVITY
 
 FILE = ".leanclip-index"
@@ -284,20 +283,13 @@ def _save(place: Path, fresh: dict[str, Indexed]) -> None:
         add(name, shard.rows.table, size=shard.file.size, version=shard.file.version, stamp=shard.stamp,
             broken=dict(shard.broken))  # fmt: skip
     text = json.dumps({"shards": entries}).encode()
-    with contextlib.suppress(OSError):  # a full disk costs the next start a scan, nothing else
-        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=place.name + ".")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                head = MAGIC + len(text).to_bytes(8, "little") + text
-                file.write(head + bytes(_padded(len(text)) - len(head)))
-                for rows in tables:
-                    file.write(np.ascontiguousarray(rows).data)
-                    ACTIVITY.still_working()
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(place)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+    # A full disk costs the next start a scan, nothing else.
+    with contextlib.suppress(OSError), atomic_path(place) as temporary, temporary.open("wb") as file:
+        head = MAGIC + len(text).to_bytes(8, "little") + text
+        file.write(head + bytes(_padded(len(text)) - len(head)))
+        for rows in tables:
+            file.write(np.ascontiguousarray(rows).data)
+            ACTIVITY.still_working()
 
 
 class _IndexingProgress:

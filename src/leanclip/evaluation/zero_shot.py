@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from leanclip.errors import UserError
 from leanclip.evaluation.embed import embed_images, embed_texts, equal_share, wide_dtype
 from leanclip.evaluation.labelled_sets import LabelledSet
 from leanclip.evaluation.prompts import Prompts
-from leanclip.filesystem import cache_directory
+from leanclip.filesystem import atomic_path, cache_directory
 from leanclip.models import TwoTower
 from leanclip.progress import ACTIVITY, progress_bar
 
@@ -239,9 +238,8 @@ class ClassifierCache:
         path = self.path(prompts)
         with contextlib.suppress(OSError, SafetensorError):  # a full or read-only disk costs time, nothing else
             self.directory.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
-            save_file({"classifier": classifier.cpu().contiguous()}, temporary)
-            temporary.replace(path)
+            with atomic_path(path) as temporary:
+                save_file({"classifier": classifier.cpu().contiguous()}, temporary)
 
 
 def _fingerprint(model: TwoTower) -> str:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from leanclip.errors import UserError
-from leanclip.filesystem import put_back, remove, replace_directory
+from leanclip.filesystem import atomic_path, put_back, remove, replace_directory
 from leanclip.models import transformers_clip
 from leanclip.models.build import build_model
 from leanclip.models.open_clip_api import PreprocessCfg, architecture_name
@@ -45,8 +45,7 @@ def export_open_clip(model: TwoTower, out: Path, *, overwrite: bool = False) -> 
         raise UserError(f"{architecture} exists and is not this model's config; give another name, or --overwrite")
     weights = {name: value.detach().cpu().contiguous() for name, value in model.clip.state_dict().items()}
     _make(out.parent)
-    temporary = out.with_name(f".{out.stem}.tmp{out.suffix}")
-    try:
+    with atomic_path(out, suffix=out.suffix) as temporary:
         if out.suffix == ".pt":
             torch.save({"state_dict": weights}, temporary)
         else:
@@ -55,9 +54,6 @@ def export_open_clip(model: TwoTower, out: Path, *, overwrite: bool = False) -> 
         difference = _difference(
             model, again.encode_image, lambda texts: again.encode_text(again.tokenizer(texts)), str(out)
         )
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
     if name is None:
         if not described:
             architecture.write_text(json.dumps(model.config, indent=1) + "\n")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from leanclip.errors import UserError
+from leanclip.errors import UserError, first_line
 
 NUMPY = (".npz", ".npy")  # big_vision's weights, which open_clip converts
 # What open_clip's tokenizers take; the rest would go to transformers, which can be told to run a repository's code.
@@ -51,7 +51,7 @@ def check_weights(path: Path) -> None:
                 for name in found.files:
                     found[name]
         except Exception as error:  # zip, header and pickle errors alike
-            raise UserError(f"{path} is refused: it is no file of plain arrays ({_first_line(error)})") from error
+            raise UserError(f"{path} is refused: it is no file of plain arrays ({first_line(error)})") from error
     elif path.suffix == ".safetensors":  # which can hold nothing but tensors
         try:
             with safe_open(path, framework="pt"):
@@ -77,7 +77,7 @@ def without_code(error: Exception) -> str:
     """Why a library could not build a model, in a line; its advice to trust the model's code is not ours."""
     if "trust_remote_code" in str(error):
         return "its tokenizer or text tower comes with code of its own, and that is not run"
-    return _first_line(error)
+    return first_line(error)
 
 
 def _refusal(path: Path, error: Exception) -> str:
@@ -92,13 +92,8 @@ def _refusal(path: Path, error: Exception) -> str:
         return f"{path} is refused: it holds more than weights{what} and loading that could run code; {REMEDY}"
     if isinstance(error, EOFError) or any(sign in text for sign in SIGNS_OF_DAMAGE):
         return _damaged(path)
-    return f"{path} holds no weights ({_first_line(error)})"
+    return f"{path} holds no weights ({first_line(error)})"
 
 
 def _damaged(path: Path) -> str:
     return f"{path} cannot be read: it is damaged or incomplete; get it again"
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from leanclip.data.file_source import Packable, file_identity, read_image, refuse_outside, whole_captions
 from leanclip.data.source import BrokenSample
-from leanclip.errors import UserError
+from leanclip.errors import UserError, first_line
 
 
 class Coco(Packable):
@@ -22,7 +22,7 @@ class Coco(Packable):
             captions = [(entry["image_id"], str(entry["caption"])) for entry in content["annotations"]]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{self.path} is no COCO captions file ({type(error).__name__}: {error}): expected images with id and"
+                f"{self.path} is no COCO captions file ({first_line(error)}): expected images with id and"
                 " file_name, annotations with image_id and caption"
             ) from error
         if not entries:

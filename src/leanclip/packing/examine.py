@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from leanclip.data.decode import open_image
 from leanclip.data.source import BrokenSample
+from leanclip.errors import first_line
 
 
 class ImageFacts(NamedTuple):
@@ -34,4 +35,4 @@ def decoding() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except Exception as error:
-        raise BrokenSample("image", (str(error) or type(error).__name__).splitlines()[0]) from error
+        raise BrokenSample("image", first_line(error)) from error

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import io
 import json
-import os
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,12 +22,12 @@ from PIL import Image
 from leanclip.data.decode import naming, open_image
 from leanclip.data.file_source import Packable
 from leanclip.data.source import BrokenSample
-from leanclip.errors import UserError
+from leanclip.errors import UserError, first_line
+from leanclip.filesystem import atomic_path
 from leanclip.packing.examine import decoding, examine
 from leanclip.worker_pool import Tick, run_tasks
 
 JOURNAL = "pack.jsonl"
-PARTIAL = ".partial"
 ENDINGS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more behind it
 QUALITY = 90
 
@@ -94,8 +93,8 @@ def pack(
             shard = _finished(line, out, width)
             if shard is not None:
                 finished[shard.shard] = shard
-        for partial in out.glob(f"*.tar{PARTIAL}"):
-            partial.unlink()
+        for unfinished in out.glob(".*.tar.*.tmp"):  # of a killed process
+            unfinished.unlink()
         left = [number for number in range(shards) if number not in finished]
         already = len(finished)
         progress(sum(min(size, len(source) - number * size) for number in finished))
@@ -192,11 +191,13 @@ def _finished(line: str, out: Path, width: int) -> PackedShard | None:
 
 def _write_shard(source: Packable, out: Path, width: int, config: PackConfig, number: int, tick: Tick) -> PackedShard:
     path = out / f"{number:0{width}d}.tar"
-    partial = path.with_name(path.name + PARTIAL)
     samples, skipped, examples = 0, Counter[str](), dict[str, str]()
     start = number * config.samples_per_shard
     try:
-        with partial.open("wb") as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        with (
+            atomic_path(path) as temporary,
+            tarfile.open(temporary, mode="w", format=tarfile.USTAR_FORMAT) as archive,
+        ):
             for index in range(start, min(start + config.samples_per_shard, len(source))):
                 try:
                     members = _members(source, index, config)
@@ -210,14 +211,10 @@ def _write_shard(source: Packable, out: Path, width: int, config: PackConfig, nu
                     for ending, content in members:
                         _add(archive, f"{index:09d}.{ending}", content)
                 tick()
-            archive.close()
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
     except OSError as error:
-        raise UserError(f"cannot write {partial} ({error.strerror or error}); run again to go on") from error
-    finally:
-        partial.unlink(missing_ok=True)
+        raise UserError(
+            f"cannot write {path} ({first_line(error)}); run the command again to resume", code="pack.cannot_write"
+        ) from error
     return PackedShard(
         shard=number, samples=samples, bytes=path.stat().st_size, skipped=dict(skipped), examples=examples
     )

@@ -1,6 +1,5 @@
 """One self-contained HTML page for one run, or for several side by side: no network, no file beside it."""
 
-import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -10,6 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from leanclip.errors import UserError
+from leanclip.filesystem import write_atomically
 from leanclip.reporting import comparison, report_sections
 from leanclip.reporting.chart import COLOURS, Chart, draw, key
 from leanclip.reporting.confusion_table import confusion
@@ -40,14 +40,11 @@ def write_report(runs: Path | Sequence[Path], output: Path | None = None) -> Pat
         page, target = render(records[0]), output or paths[0] / "report.html"
     else:
         page, target = render_comparison(records), output or paths[0].resolve().parent / "comparison.html"
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Captions from the web may hold half a surrogate pair, which has no UTF-8 form.
-        temporary.write_text(page, encoding="utf-8", errors="replace")
-        temporary.replace(target)
+        write_atomically(target, page.encode("utf-8", errors="replace"))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(
             f"cannot write the report to {target} ({error.strerror}); choose a file in a folder you can write to"
         ) from error

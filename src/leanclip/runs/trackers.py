@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from leanclip.errors import UserError
+from leanclip.errors import UserError, first_line
 from leanclip.runs.config import TrainConfig, tracker_names
 from leanclip.runs.histograms import Histogram
 from leanclip.runs.run_directory import RunDirectory
@@ -97,10 +97,10 @@ class WeightsAndBiases:
                 settings=wandb.Settings(console="off", silent=True),
             )
         except Exception as error:  # whatever the client raises: no key, no network, no rights
-            reason = str(error).strip().splitlines()
             raise UserError(
-                f"wandb does not start ({reason[0] if reason else type(error).__name__});"
-                " run `wandb login`, set WANDB_MODE=offline, or leave wandb out of --report-to"
+                f"wandb does not start ({first_line(error)}); run `wandb login`, set WANDB_MODE=offline, or leave"
+                " wandb out of --report-to",
+                code="trackers.wandb",
             ) from error
         directory.describe(wandb_id=identity)
         self._run.define_metric("step")

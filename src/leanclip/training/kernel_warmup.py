@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from leanclip.data.prefetch import numbered
+from leanclip.errors import first_line
 from leanclip.losses import ContrastiveLoss
 from leanclip.models import TwoTower
 from leanclip.models.text_length import Texts, text_tower
@@ -51,8 +52,7 @@ class Ahead:
             thread.join()
         if not self.errors:
             return None
-        reason = f"{type(self.errors[0]).__name__}: {self.errors[0]}".splitlines()[0]
-        return f"not all kernels were compiled ahead, so the first steps take longer ({reason})"
+        return f"not all kernels were compiled ahead, so the first steps take longer ({first_line(self.errors[0])})"
 
     def _run(self, call: Callable[[], object], device: torch.device) -> None:
         try:
