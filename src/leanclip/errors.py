@@ -21,6 +21,10 @@ class UserError(Exception):
         self.code = code
 
 
+class ArgumentError(UserError, ValueError):
+    """A wrong argument to a function of the library: a ValueError in Python, a UserError on the command line."""
+
+
 def first_line(error: BaseException, *, limit: int = 160) -> str:
     """The type of an error and the first line of its message, for a message of ours."""
     lines = (getattr(error, "strerror", None) or str(error)).strip().splitlines()

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from leanclip.ops import Pairs, Terms, implementation, tiled
+from leanclip.ops import Implementation, Pairs, Sigmoid, Terms, implementation, tiled
 from numerics.ops_cases import Case, Inputs, check, large_cases, outputs, small_cases, square
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -15,10 +15,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CASES = small_cases() + large_cases(every=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_accuracy(case: Case, dtype: torch.dtype):
-    check(implementation("triton", torch.zeros(1, 1, dtype=dtype, device="cuda"))[1], case, dtype, "cuda")
+def test_accuracy(case: Case):
+    check(_triton(torch.bfloat16), case, torch.bfloat16, "cuda")
+
+
+def _triton(dtype: torch.dtype) -> Implementation:
+    return implementation("triton", torch.zeros(1, 1, dtype=dtype, device="cuda"))[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -30,8 +33,7 @@ def test_accuracy_of_tiled(case: Case, dtype: torch.dtype):
 @pytest.mark.parametrize("case", CASES[:30], ids=str)
 def test_float16_gets_gradients_in_the_precision_of_bfloat16(case: Case):
     """Weights exceed float16's range, so they are stored in bfloat16, whose ulp is 8 times larger."""
-    check(implementation("triton", torch.zeros(1, 1, dtype=torch.float16, device="cuda"))[1], case, torch.float16,
-          "cuda", slack=8)  # fmt: skip
+    check(_triton(torch.float16), case, torch.float16, "cuda", slack=8)
 
 
 def test_several_panels_and_blocks(monkeypatch: pytest.MonkeyPatch):
@@ -46,8 +48,7 @@ def test_several_panels_and_blocks(monkeypatch: pytest.MonkeyPatch):
 
 def test_results_are_the_same_every_time():
     inputs = Inputs.of(CASES[-1], torch.bfloat16, "cuda")
-    engine = implementation("triton", inputs.rows)[1]
-    first, second = (outputs(engine, inputs, torch.bfloat16, torch.float32) for _ in range(2))
+    first, second = (outputs(_triton(torch.bfloat16), inputs, torch.bfloat16, torch.float32) for _ in range(2))
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
 
@@ -55,14 +56,14 @@ def test_results_are_the_same_every_time():
 def test_nothing_waits_for_the_device():
     embeddings = torch.nn.functional.normalize(torch.randn(512, 64, device="cuda"), dim=1).bfloat16()
     scale, weight = torch.tensor(20.0, device="cuda"), torch.full((512,), -9.0, device="cuda")
-    pairs = Pairs(mask_positives=True)
+    pairs, terms = Pairs(rows=embeddings, cols=embeddings, mask_positives=True), Terms(scale, weight)
     name, engine = implementation("auto", embeddings)
     assert name == "triton"
 
     def compute() -> None:
-        engine.statistics(embeddings, embeddings, scale, scale, pairs=pairs)
-        engine.gradients(embeddings, embeddings, Terms(scale, weight), Terms(scale, weight), weight, pairs=pairs)
-        engine.pairwise(embeddings, embeddings, scale, scale, scale, weight, pairs=pairs)
+        engine.statistics(pairs, scale, scale)
+        engine.gradients(pairs, terms, terms, weight)
+        engine.pairwise(pairs, Sigmoid(scale, scale, scale), weight)
 
     compute()
     with warnings.catch_warnings():
@@ -77,8 +78,7 @@ def test_nothing_waits_for_the_device():
 def test_a_thread_of_its_own():
     """As autograd's: nothing has bound the device to it yet."""
     inputs = Inputs.of(square(256, 64, 0.07), torch.bfloat16, "cuda")
-    engine = implementation("triton", inputs.rows)[1]
-    compute = functools.partial(engine.statistics, inputs.rows, inputs.cols, inputs.row_scale, None)
-    compute(pairs=inputs.pairs)
+    compute = functools.partial(_triton(torch.bfloat16).statistics, inputs.pairs, inputs.row_scale, None)
+    compute()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(compute, pairs=inputs.pairs).result()
+        pool.submit(compute).result()

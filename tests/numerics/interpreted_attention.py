@@ -1,4 +1,4 @@
-"""Run by `test_attention.py` in a process of its own, where TRITON_INTERPRET=1 was set before Triton was imported.
+"""Run by `test_ops_triton.py` in a process of its own, where TRITON_INTERPRET=1 was set before Triton was imported.
 
 float32 only: the interpreter's bfloat16 product is wrong in Triton 3.7.
 """

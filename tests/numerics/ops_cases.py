@@ -5,13 +5,12 @@ precision of those inputs: twice its error is allowed, or 4 ulp of the largest e
 """
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leanclip.ops import Implementation, Pairs, Terms, reference
+from leanclip.ops import Pairs, Sigmoid, Terms, reference
 
 TEMPERATURES = (1.0, 0.07, 0.01)
 KINDS = ("random", "equal", "one-hot", "antipodal")
@@ -71,14 +70,12 @@ def large_cases(*, every: bool = False) -> list[Case]:
 class Inputs:
     """Embeddings are exact in the dtype under test, scalars in float32, so that truth sees the same numbers."""
 
-    rows: Tensor
-    cols: Tensor
+    pairs: Pairs
     row_scale: Tensor
     col_scale: Tensor
     diagonal: Tensor
     bias: Tensor
     weight: Tensor
-    pairs: Pairs
     order: Tensor | None = None  # of the features, where they were shuffled
 
     @classmethod
@@ -91,14 +88,14 @@ class Inputs:
             scales.append((spread / case.tau).to(device))
         groups = [torch.arange(count) + shift for count, shift in ((case.rows, case.offset), (case.cols, 0))]
         return cls(
-            rows=rows.to(device, dtype),
-            cols=cols.to(device, dtype),
             row_scale=scales[0],
             col_scale=scales[1],
             diagonal=-torch.rand(case.rows, generator=draw).to(device),
             bias=torch.tensor(-3.0, device=device),
             weight=torch.tensor(0.3, device=device),
             pairs=Pairs(
+                rows=rows.to(device, dtype),
+                cols=cols.to(device, dtype),
                 offset=case.offset,
                 mask_positives=case.mask_positives,
                 row_groups=(groups[0] // 3).to(device) if case.groups else None,
@@ -106,10 +103,14 @@ class Inputs:
             ),
         )
 
+    def embeddings(self, dtype: torch.dtype) -> Pairs:
+        return replace(self.pairs, rows=self.pairs.rows.to(dtype), cols=self.pairs.cols.to(dtype))
+
     def terms(self) -> tuple[Terms, Terms]:
         """Weights as InfoNCE has them, finite also for anchors without pairs."""
-        wide = (self.rows.double(), self.cols.double(), self.row_scale.double(), self.col_scale.double())
-        by_rows, by_cols = reference.statistics(*wide, pairs=self.pairs)
+        by_rows, by_cols = reference.statistics(
+            self.embeddings(torch.float64), self.row_scale.double(), self.col_scale.double()
+        )
         assert by_cols is not None
         return tuple(
             Terms(scale, -torch.nn.functional.softplus(side.log_sum).float())
@@ -118,7 +119,7 @@ class Inputs:
 
 
 def outputs(
-    engine: Implementation,
+    engine: Any,
     inputs: Inputs,
     dtype: torch.dtype,
     scalars: torch.dtype,
@@ -129,19 +130,16 @@ def outputs(
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(scalars)
 
-    rows, cols, pairs = inputs.rows.to(dtype), inputs.cols.to(dtype), inputs.pairs
-    by_rows, by_cols = engine.statistics(rows, cols, cast(inputs.row_scale), cast(inputs.col_scale), pairs=pairs)
+    pairs, diagonal = inputs.embeddings(dtype), cast(inputs.diagonal)
+    by_rows, by_cols = engine.statistics(pairs, cast(inputs.row_scale), cast(inputs.col_scale))
     assert by_cols is not None
-    terms = [Terms(cast(scale), cast(log_weight)) for scale, log_weight in weights or inputs.terms()]
-    both = engine.gradients(rows, cols, terms[0], terms[1], cast(inputs.diagonal), pairs=pairs)
-    one = engine.gradients(rows, cols, terms[0], None, cast(inputs.diagonal), pairs=pairs, needs=(True, False))
-    other = engine.gradients(rows, cols, None, terms[1], cast(inputs.diagonal), pairs=pairs, needs=(False, True))
-    scale = cast(inputs.row_scale.max())
-    sums = engine.pairwise(
-        rows, cols, scale, cast(inputs.bias), cast(inputs.weight), cast(inputs.diagonal), pairs=pairs
-    )
-    assert one.cols is None
-    assert other.rows is None
+    row_terms, col_terms = (Terms(cast(scale), cast(weight)) for scale, weight in weights or inputs.terms())
+    both = engine.gradients(pairs, row_terms, col_terms, diagonal)
+    one = engine.gradients(pairs, row_terms, None, diagonal, needs=(True, False))
+    other = engine.gradients(pairs, None, col_terms, diagonal, needs=(False, True))
+    sigmoid = Sigmoid(cast(inputs.row_scale.max()), cast(inputs.bias), cast(inputs.weight))
+    sums = engine.pairwise(pairs, sigmoid, diagonal)
+    assert one.cols is None and other.rows is None
     found = {
         "row log_sum": by_rows.log_sum,
         "row mean": by_rows.mean,
@@ -168,8 +166,8 @@ def check(engine: Any, case: Case, dtype: torch.dtype, device: str = "cpu", *, s
     """Assert the yardstick for every output. `slack` widens it, for forms meant for narrower inputs."""
     inputs = Inputs.of(case, dtype, device)
     weights = inputs.terms()
-    truth = outputs(_module(reference), inputs, torch.float64, torch.float64, weights)
-    plain = [outputs(_module(reference), shuffled, dtype, dtype, weights) for shuffled in _orders(case, inputs)]
+    truth = outputs(reference, inputs, torch.float64, torch.float64, weights)
+    plain = [outputs(reference, shuffled, dtype, dtype, weights) for shuffled in _orders(case, inputs)]
     found = outputs(engine, inputs, dtype, torch.float32, weights)
     assert found.keys() == truth.keys()
     failures = []
@@ -201,12 +199,10 @@ def _orders(case: Case, inputs: Inputs) -> list[Inputs]:
     if case.kind not in ("equal", "antipodal"):
         return [inputs]
     draw = torch.Generator().manual_seed(0)
-    orders = [torch.randperm(case.dim, generator=draw).to(inputs.rows.device) for _ in range(8)]
-    return [inputs, *(replace(inputs, rows=inputs.rows[:, at], cols=inputs.cols[:, at], order=at) for at in orders)]
-
-
-def _module(module: Any) -> Implementation:
-    return SimpleNamespace(statistics=module.statistics, gradients=module.gradients, pairwise=module.pairwise)  # pyright: ignore[reportReturnType]
+    rows, cols = inputs.pairs.rows, inputs.pairs.cols
+    orders = [torch.randperm(case.dim, generator=draw).to(rows.device) for _ in range(8)]
+    shuffled = [replace(inputs.pairs, rows=rows[:, at], cols=cols[:, at]) for at in orders]
+    return [inputs, *(replace(inputs, pairs=pairs, order=at) for pairs, at in zip(shuffled, orders, strict=True))]
 
 
 def _embeddings(case: Case, draw: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The fused kernels without a GPU: their results in Triton's interpreter, and that they compile for each chip."""
+"""The kernels without a GPU: their results in Triton's interpreter, and that they compile for each chip."""
 
 import os
 import re
@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from leanclip.ops import Pairs, Terms, available, implementation
+from leanclip.ops import Pairs, Sigmoid, Terms, available, implementation
+from refusal import refuses
 
 triton = pytest.importorskip("triton")
 
 
-def test_the_kernels_pass_in_the_interpreter():
-    path = Path(__file__).with_name("interpreted_ops.py")
+@pytest.mark.parametrize("kernels", ["ops", "attention"])
+def test_the_kernels_pass_in_the_interpreter(kernels: str):
+    path = Path(__file__).with_name(f"interpreted_{kernels}.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", str(path)]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
@@ -54,7 +56,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(launch, "run", record)
         monkeypatch.setattr(launch, "_num_processors", lambda device: 100)
         monkeypatch.setattr(launch._Launch, "device", lambda self: torch.no_grad())
-        monkeypatch.setattr(launch._Launch, "of", lambda x, y, pairs: launch._Launch(x, y, pairs, capability))
+        monkeypatch.setattr(launch._Launch, "of", lambda pairs: launch._Launch(pairs, capability))
         monkeypatch.setattr(products, "accumulate", lambda *args, **more: None)
         compute(launch)
         return kernels
@@ -71,29 +73,22 @@ def _type_name(argument: Any) -> str:
     return f"tensordesc<{names[argument.base.dtype]}{argument.block_shape}>".replace(" ", "")
 
 
-def _infonce(launch: Any) -> None:
-    x, y, scale, log_weight = _embeddings()
-    pairs = Pairs(mask_positives=True)
-    launch.statistics(x, y, scale, scale, pairs=pairs)
-    launch.gradients(x, y, Terms(scale, log_weight), Terms(scale, log_weight), log_weight, pairs=pairs)
+EMBEDDINGS = torch.zeros(512, 512, dtype=torch.bfloat16)
+SCALE, LOG_WEIGHT = torch.tensor(10.0), torch.zeros(512)
+
+
+def _infonce(launch: Any, scale: Tensor = SCALE) -> None:
+    pairs, terms = Pairs(rows=EMBEDDINGS, cols=EMBEDDINGS, mask_positives=True), Terms(scale, LOG_WEIGHT)
+    launch.statistics(pairs, scale, scale)
+    launch.gradients(pairs, terms, terms, LOG_WEIGHT)
 
 
 def _own_temperatures(launch: Any) -> None:
-    x, y, scale, log_weight = _embeddings()
-    scale = scale.expand(len(x)).contiguous()
-    pairs = Pairs(mask_positives=True)
-    launch.statistics(x, y, scale, scale, pairs=pairs)
-    launch.gradients(x, y, Terms(scale, log_weight), Terms(scale, log_weight), log_weight, pairs=pairs)
+    _infonce(launch, SCALE.expand(512).contiguous())
 
 
 def _siglip(launch: Any) -> None:
-    x, y, scale, log_weight = _embeddings()
-    launch.pairwise(x, y, scale, scale, scale, log_weight, pairs=Pairs())
-
-
-def _embeddings() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x, y = torch.zeros(2, 512, 512, dtype=torch.bfloat16)
-    return x, y, torch.tensor(10.0), torch.zeros(512)
+    launch.pairwise(Pairs(rows=EMBEDDINGS, cols=EMBEDDINGS), Sigmoid(SCALE, SCALE, SCALE), LOG_WEIGHT)
 
 
 @pytest.mark.parametrize("compute", [_infonce, _own_temperatures, _siglip])
@@ -110,13 +105,17 @@ def test_the_kernels_compile_within_shared_memory(compiled: Any, capability: int
             assert re.search(matrix_unit, kernel.asm["ptx"]), f"{kernel.metadata.name} does without {matrix_unit}"
 
 
-def test_triton_says_why_it_cannot_run():
-    with pytest.raises(ValueError, match=r"needs an NVIDIA GPU, the embeddings are on cpu; use 'auto' or 'tiled'"):
-        implementation("triton", torch.zeros(4, 8))
-    with pytest.raises(ValueError, match=r"float32, float16 and bfloat16 embeddings, got torch\.float64"):
-        implementation("triton", torch.zeros(4, 8, dtype=torch.float64))
-    with pytest.raises(ValueError, match="unknown implementation 'cuda'; choose from auto, reference, tiled, triton"):
-        implementation("cuda", torch.zeros(4, 8))
+@pytest.mark.parametrize(
+    ("name", "dtype", "code", "words"),
+    [
+        ("triton", torch.bfloat16, "loss.no_triton", "needs an NVIDIA GPU, the embeddings are on cpu"),
+        ("triton", torch.float32, "loss.no_triton", "float16 and bfloat16 embeddings, got torch.float32"),
+        ("cuda", torch.float32, "loss.unknown_implementation", "auto, reference, tiled, triton"),
+    ],
+)
+def test_an_implementation_that_cannot_run_is_refused(name: str, dtype: torch.dtype, code: str, words: str):
+    with refuses(code, words):
+        implementation(name, torch.zeros(4, 8, dtype=dtype))
 
 
 def test_auto_is_tiled_on_a_cpu():

@@ -213,7 +213,7 @@ def test_the_engines_stand_in_divides_as_the_kernels_do():
     assert (engine.PARTIAL_BYTES, engine.WEIGHT_BYTES) == (launch.PARTIAL_BYTES, launch.WEIGHT_BYTES)
     assert engine.LONGEST_STRIP == launch.LONGEST_STRIP
     for kernel in ("statistics", "weights", "pairwise"):
-        chosen = configs.config(kernel, torch.bfloat16, 90)
+        chosen = configs.config(kernel, 90)
         assert chosen.block_r == chosen.block_c == engine.BLOCK
     for rows, cols in ((37, 53), (8192, 8192), (4096, 131_072), (100_003, 200_000), (1, 10**6)):
         assert engine._block_shape(rows, cols, 1 << 27) == launch._block_shape(rows, cols, 1 << 27)

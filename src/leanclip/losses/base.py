@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from leanclip.distributed import PendingGather, Ranks
 from leanclip.losses.custom_gradient import without_autocast
 from leanclip.losses.output import LossOutput
+from leanclip.ops import Pairs
 
 
 class Local(NamedTuple):
@@ -20,7 +21,7 @@ class Local(NamedTuple):
     all_images: PendingGather | None = None  # where their gather is on its way already
 
     @property
-    def mine(self) -> slice:
+    def share(self) -> slice:
         return self.ranks.share(self.batch)
 
     def gathered(self) -> tuple[Tensor, Tensor]:
@@ -34,6 +35,17 @@ class Local(NamedTuple):
         both = self.ranks.gather(torch.cat([image, text], 1), self.batch, purpose="embeddings")
         image, text = both.chunk(2, 1)
         return image.contiguous(), text.contiguous()
+
+    def pairs(self, rows: Tensor, cols: Tensor, all_groups: Tensor | None, *, mask_positives: bool = False) -> Pairs:
+        """Local embeddings of one side against all of the other."""
+        return Pairs(
+            rows=rows,
+            cols=cols,
+            offset=self.share.start,
+            mask_positives=mask_positives,
+            row_groups=None if all_groups is None else all_groups[self.share],
+            col_groups=all_groups,
+        )
 
     def groups(self, groups: Tensor | None) -> Tensor | None:
         """The whole batch's groups, on the compute device."""

@@ -177,7 +177,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         """eps_form="published": the largest exponent an anchor ever saw, by which its estimate is kept shifted."""
         if not self._shifts:
             return None
-        largest = torch.stack([ops.row_maxima(*matrix.everyone), ops.row_maxima(*matrix.everyone[::-1])])
+        largest = torch.stack([ops.row_maxima(*matrix.gathered), ops.row_maxima(*matrix.gathered[::-1])])
         return torch.maximum(known["shift"], largest * inverse - logit)
 
     def _learn(

@@ -40,17 +40,18 @@ class SigmoidLoss(ContrastiveLoss):
             positive = (image.to(dtype) * text).sum(1)
             weight = scale / batch
             all_images, all_texts = local.gathered()
-            all_groups, mine = local.groups(groups), local.mine
-            pairs = ops.Pairs(
-                offset=mine.start, row_groups=None if all_groups is None else all_groups[mine], col_groups=all_groups
-            )
-            terms = (scale, bias, weight, -weight.expand(len(image)))
+            all_groups = local.groups(groups)
+            sigmoid, diagonal = ops.Sigmoid(scale, bias, weight), -weight.expand(len(image))
             found = engine.pairwise(
-                image, all_texts, *terms, pairs=pairs, needs=(needs[0], needs[1] and ranks.size == 1)
+                local.pairs(image, all_texts, all_groups),
+                sigmoid,
+                diagonal,
+                needs=(needs[0], needs[1] and ranks.size == 1),
             )
             gradients = found.gradients
             if ranks.size > 1:
-                other = engine.pairwise(text, all_images, *terms, pairs=pairs, needs=(needs[1], False)).gradients
+                pairs = local.pairs(text, all_images, all_groups)
+                other = engine.pairwise(pairs, sigmoid, diagonal, needs=(needs[1], False)).gradients
                 gradients = ops.Gradients(
                     *(None if g is None else g * ranks.size for g in (gradients.rows, other.rows))
                 )

@@ -1,69 +1,67 @@
 """The similarities of a global batch, of which each rank computes its own rows: where the engine meets the ranks.
 
-One process forms each similarity once for both directions. Of several, each compares its own images with all texts
-and its own texts with all images; what travels is the embeddings and five numbers per sample, never a gradient.
+One process computes each similarity once for both directions. Of several, each compares its own images with all texts
+and its own texts with all images; they exchange the embeddings and five numbers per sample, never a gradient.
 """
 
 import torch
 from torch import Tensor
 
 from leanclip import ops
-from leanclip.losses.base import Local, work_dtype
+from leanclip.losses.base import Local
 
 
 class Similarities:
     """Both directions of a batch's similarity matrix, at scales (1/tau) of () or (2, B)."""
 
     def __init__(self, engine: ops.Implementation, local: Local, scale: Tensor, groups: Tensor | None) -> None:
-        self.engine, self.ranks, self.mine = engine, local.ranks, local.mine
-        self.local = (local.image.detach(), local.text.detach())
-        self.batch = local.batch
-        self.everyone = local.gathered()
+        self.engine, self.all_groups = engine, groups
+        self.local = local._replace(image=local.image.detach(), text=local.text.detach())
+        self.gathered = local.gathered()  # all image and all text embeddings
         self.scales = (scale, scale) if scale.ndim == 0 else scale.unbind()
-        self.pairs = ops.Pairs(
-            offset=self.mine.start,
-            mask_positives=True,
-            row_groups=None if groups is None else groups[self.mine],
-            col_groups=groups,
-        )
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of all anchors: log-sum-exp and mean similarity over the negatives, (2, B), and the positives', (B,)."""
-        image, text = self.local
-        positive = (image.to(work_dtype(image)) * text).sum(1)
-        if self.ranks.size == 1:
-            by_image, by_text = self.engine.statistics(image, text, *self.scales, pairs=self.pairs)
+        image, text, ranks = self.local.image, self.local.text, self.local.ranks
+        positive = (image.to(ops.accumulator_dtype(image.dtype)) * text).sum(1)
+        if ranks.size == 1:
+            by_image, by_text = self.engine.statistics(self._pairs(image, text), *self.scales)
             assert by_text is not None
             log_sum, mean = (torch.stack(both) for both in zip(by_image, by_text, strict=True))
             return log_sum, mean, positive
-        sides = zip(self.local, self.everyone[::-1], self.scales, strict=True)
-        found = [
-            self.engine.statistics(own, others, self._own(s), None, pairs=self.pairs)[0] for own, others, s in sides
+        sides = zip((image, text), self.gathered[::-1], self.scales, strict=True)
+        local = [
+            self.engine.statistics(self._pairs(rows, cols), self._local(scale), None)[0]
+            for rows, cols, scale in sides
         ]
-        numbers = torch.stack([*(side.log_sum for side in found), *(side.mean for side in found), positive], 1)
-        everyones = self.ranks.gather(numbers, self.batch, purpose="scalars").T
-        return everyones[0:2], everyones[2:4], everyones[4]
+        scalars = torch.stack([*(side.log_sum for side in local), *(side.mean for side in local), positive], 1)
+        gathered = ranks.gather(scalars, self.local.batch, purpose="scalars").T
+        return gathered[0:2], gathered[2:4], gathered[4]
 
     def saved(self) -> tuple[Tensor, ...]:
-        """What `pull` needs beside the weights."""
-        return (*self.everyone, *self.scales) if self.ranks.size > 1 else self.scales
+        """The tensors that `pull` needs beside the weights."""
+        return (*self.gathered, *self.scales) if self.local.ranks.size > 1 else self.scales
 
-    def pull(self, image: Tensor, text: Tensor, *saved: Tensor, needs: tuple[bool, bool]) -> ops.Gradients:
+    def pull(self, image: Tensor, text: Tensor, *saved: Tensor, needs: ops.Needs) -> ops.Gradients:
         """The complete gradients of the local embeddings, for (2, B) log weights and the positives' weights."""
-        *others, image_scale, text_scale, log_weight, diagonal = saved
-        terms = ops.Terms(image_scale, log_weight[0]), ops.Terms(text_scale, log_weight[1])
-        if self.ranks.size == 1:
-            return self.engine.gradients(image, text, *terms, diagonal, pairs=self.pairs, needs=needs)
-        all_images, all_texts = others
-        found = []
-        for side, (own, opposite) in enumerate(((image, all_texts), (text, all_images))):
-            anchors, opposed = terms[side], terms[1 - side]
-            own_terms = ops.Terms(self._own(anchors.scale), anchors.log_weight[self.mine])
-            rows = self.engine.gradients(
-                own, opposite, own_terms, opposed, diagonal[self.mine], pairs=self.pairs, needs=(needs[side], False)
+        *gathered, image_scale, text_scale, log_weight, diagonal = saved
+        by_image, by_text = ops.Terms(image_scale, log_weight[0]), ops.Terms(text_scale, log_weight[1])
+        ranks, share = self.local.ranks, self.local.share
+        if ranks.size == 1:
+            return self.engine.gradients(self._pairs(image, text), by_image, by_text, diagonal, needs=needs)
+        all_images, all_texts = gathered
+        sides = ((image, all_texts, by_image, by_text), (text, all_images, by_text, by_image))
+        results: list[Tensor | None] = []
+        for need, (rows, cols, row_terms, col_terms) in zip(needs, sides, strict=True):
+            local_terms = ops.Terms(self._local(row_terms.scale), row_terms.log_weight[share])
+            gradient = self.engine.gradients(
+                self._pairs(rows, cols), local_terms, col_terms, diagonal[share], needs=(need, False)
             ).rows
-            found.append(None if rows is None else rows * self.ranks.size)
-        return ops.Gradients(*found)
+            results.append(None if gradient is None else gradient * ranks.size)
+        return ops.Gradients(*results)
 
-    def _own(self, scale: Tensor) -> Tensor:
-        return scale if scale.ndim == 0 else scale[self.mine]
+    def _pairs(self, rows: Tensor, cols: Tensor) -> ops.Pairs:
+        return self.local.pairs(rows, cols, self.all_groups, mask_positives=True)
+
+    def _local(self, scale: Tensor) -> Tensor:
+        return scale if scale.ndim == 0 else scale[self.local.share]

@@ -1,13 +1,16 @@
-"""The two matrix products of the engine, accumulated in float32 (float64 for float64) whatever the inputs are.
+"""The matrix products of the engine, accumulated in float32 (float64 for float64) whatever the inputs are.
 
 similarities(rows, cols, out)      out = rows @ cols.T
 accumulate(out, weights, factors)  out += weights @ factors
+row_maxima(rows, cols)             (rows @ cols.T).amax(1)
 """
 
 import functools
 
 import torch
 from torch import Tensor
+
+MAXIMA_ROWS = 1024  # per tile
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -39,13 +42,21 @@ def similarities(rows: Tensor, cols: Tensor, out: Tensor) -> None:
 
 
 def accumulate(out: Tensor, weights: Tensor, factors: Tensor, *, fresh: bool = False) -> None:
-    """With `fresh`, what `out` holds is not read but replaced."""
+    """With `fresh`, the previous content of `out` is replaced instead of added to."""
     if weights.dtype == out.dtype:
         torch.addmm(out, weights, factors, beta=0 if fresh else 1, out=out)
     elif fresh:
         torch.mm(weights, factors, out_dtype=out.dtype, out=out)
     else:
         torch.addmm(out, weights, factors, out_dtype=out.dtype, out=out)
+
+
+@torch.no_grad()
+def row_maxima(rows: Tensor, cols: Tensor) -> Tensor:
+    """The largest similarity of each row, a tile at a time."""
+    dtype = accumulator_dtype(rows.dtype)
+    columns = cols.to(dtype)
+    return torch.cat([(tile.to(dtype) @ columns.T).amax(1) for tile in rows.split(MAXIMA_ROWS)])
 
 
 @functools.cache

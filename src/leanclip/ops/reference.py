@@ -7,75 +7,53 @@ that nothing here is derived by hand.
 import torch
 from torch import Tensor
 
-from leanclip.ops.types import Gradients, Pairs, Pairwise, Statistics, Terms
+from leanclip.ops.types import Gradients, Needs, Pairs, Pairwise, Sigmoid, Statistics, Terms
 
 
-def statistics(
-    rows: Tensor, cols: Tensor, row_scale: Tensor, col_scale: Tensor | None, *, pairs: Pairs
-) -> tuple[Statistics, Statistics | None]:
+def statistics(pairs: Pairs, row_scale: Tensor, col_scale: Tensor | None) -> tuple[Statistics, Statistics | None]:
     """Log-sum-exp of each row's scaled similarities and the mean similarity under that softmax.
 
     With `col_scale` the same for the columns, from the same matrix: for the symmetric, single-process case.
     """
-    similarity_RC = similarities(rows, cols)
-    counted_RC = counted_pairs(len(rows), len(cols), pairs, rows.device)
+    similarity_RC, counted_RC = similarities(pairs.rows, pairs.cols), counted_pairs(pairs)
     by_rows = _one_side(similarity_RC, row_scale, counted_RC)
     by_cols = None if col_scale is None else _one_side(similarity_RC.T, col_scale, counted_RC.T)
     return by_rows, by_cols
 
 
 def gradients(
-    rows: Tensor,
-    cols: Tensor,
-    row_terms: Terms | None,
-    col_terms: Terms | None,
-    diagonal: Tensor,
-    *,
-    pairs: Pairs,
-    needs: tuple[bool, bool] = (True, True),
+    pairs: Pairs, row_terms: Terms | None, col_terms: Terms | None, diagonal: Tensor, *, needs: Needs = (True, True)
 ) -> Gradients:
     """d_rows = W cols and d_cols = W^T rows, where over the pairs that count
 
         W_ij = exp(row scale_i s_ij + row log_weight_i) + exp(col scale_j s_ij + col log_weight_j)
 
-    and `diagonal` (R,) is added to W at the positives. `needs` says which of the two are wanted.
+    and `diagonal` (R,) is added to W at the positives.
     """
-    counted_RC = counted_pairs(len(rows), len(cols), pairs, rows.device)
-    similarity_RC = similarities(rows, cols)
+    similarity_RC, counted_RC = similarities(pairs.rows, pairs.cols), counted_pairs(pairs)
     weights_RC = torch.zeros_like(similarity_RC)
     if row_terms is not None:
         weights_RC += (_scaled(row_terms.scale, similarity_RC) + row_terms.log_weight[:, None]).exp()
     if col_terms is not None:
         weights_RC += (_scaled(col_terms.scale, similarity_RC.T) + col_terms.log_weight[:, None]).exp().T
-    weights_RC = weights_RC.masked_fill(~counted_RC, 0.0) + _positives(diagonal, len(cols), pairs)
-    return _pull_back(rows, cols, weights_RC, needs)
+    weights_RC = weights_RC.masked_fill(~counted_RC, 0.0) + _positives(diagonal, pairs)
+    return _pull_back(pairs, weights_RC, needs)
 
 
-def pairwise(
-    rows: Tensor,
-    cols: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    weight: Tensor,
-    diagonal: Tensor,
-    *,
-    pairs: Pairs,
-    needs: tuple[bool, bool] = (True, True),
-) -> Pairwise:
+def pairwise(pairs: Pairs, sigmoid: Sigmoid, diagonal: Tensor, *, needs: Needs = (True, True)) -> Pairwise:
     """Statistics and gradients at once, for a sigmoid of z = scale s + bias, which needs no normaliser.
 
     The gradients are those of W_ij = weight * sigmoid(z_ij), plus `diagonal` (R,) at the positives.
     """
-    counted_RC = counted_pairs(len(rows), len(cols), pairs, rows.device)
-    similarity_RC = similarities(rows, cols)
-    logits_RC = scale * similarity_RC + bias
+    similarity_RC, counted_RC = similarities(pairs.rows, pairs.cols), counted_pairs(pairs)
+    logits_RC = sigmoid.scale * similarity_RC + sigmoid.bias
     sigmoid_RC = logits_RC.sigmoid().masked_fill(~counted_RC, 0.0)
-    weights_RC = weight * sigmoid_RC + _positives(diagonal, len(cols), pairs)
+    weights_RC = sigmoid.weight * sigmoid_RC + _positives(diagonal, pairs)
     return Pairwise(
         softplus=softplus(logits_RC).masked_fill(~counted_RC, 0.0).sum(1),
         weight=sigmoid_RC.sum(1),
         similarity=(sigmoid_RC * similarity_RC).sum(1),
-        gradients=_pull_back(rows, cols, weights_RC, needs),
+        gradients=_pull_back(pairs, weights_RC, needs),
     )
 
 
@@ -92,10 +70,10 @@ def similarities(rows: Tensor, cols: Tensor) -> Tensor:
     return rows @ cols.T
 
 
-def counted_pairs(num_rows: int, num_cols: int, pairs: Pairs, device: torch.device) -> Tensor:
+def counted_pairs(pairs: Pairs) -> Tensor:
     """The (R, C) mask of the pairs that count."""
-    row_R1 = torch.arange(num_rows, device=device)[:, None] + pairs.offset
-    positive_RC = row_R1 == torch.arange(num_cols, device=device)[None, :]
+    row, col = (torch.arange(len(side), device=side.device) for side in (pairs.rows, pairs.cols))
+    positive_RC = row[:, None] + pairs.offset == col[None, :]
     if pairs.row_groups is None or pairs.col_groups is None:
         return ~positive_RC if pairs.mask_positives else torch.ones_like(positive_RC)
     same_RC = pairs.row_groups[:, None] == pairs.col_groups[None, :]
@@ -105,8 +83,7 @@ def counted_pairs(num_rows: int, num_cols: int, pairs: Pairs, device: torch.devi
 def _one_side(similarity_RC: Tensor, scale: Tensor, counted_RC: Tensor) -> Statistics:
     logits_RC = _scaled(scale, similarity_RC).masked_fill(~counted_RC, -torch.inf)
     log_sum = logits_RC.logsumexp(1)
-    some = counted_RC.any(1, keepdim=True)
-    probability_RC = torch.where(some & counted_RC, (logits_RC - log_sum[:, None]).exp(), 0.0)
+    probability_RC = torch.where(counted_RC, (logits_RC - log_sum[:, None]).exp(), 0.0)
     return Statistics(log_sum, (probability_RC * similarity_RC).sum(1))
 
 
@@ -114,22 +91,24 @@ def _scaled(scale: Tensor, similarity_RC: Tensor) -> Tensor:
     return (scale[:, None] if scale.ndim else scale) * similarity_RC
 
 
-def _positives(diagonal: Tensor, num_cols: int, pairs: Pairs) -> Tensor:
+def _positives(diagonal: Tensor, pairs: Pairs) -> Tensor:
     """(R, C) zeros with `diagonal` at the positives."""
-    row = torch.arange(len(diagonal), device=diagonal.device)
+    row, num_cols = torch.arange(len(diagonal), device=diagonal.device), len(pairs.cols)
     inside = (row + pairs.offset >= 0) & (row + pairs.offset < num_cols)
     matrix = diagonal.new_zeros(len(diagonal), num_cols)
     matrix[row[inside], row[inside] + pairs.offset] = diagonal[inside]
     return matrix
 
 
-def _pull_back(rows: Tensor, cols: Tensor, weights_RC: Tensor, needs: tuple[bool, bool]) -> Gradients:
+def _pull_back(pairs: Pairs, weights_RC: Tensor, needs: Needs) -> Gradients:
     """Differentiate sum_ij W_ij s_ij with W constant."""
     with torch.enable_grad():
-        rows, cols = rows.detach().requires_grad_(needs[0]), cols.detach().requires_grad_(needs[1])
-        wanted = [tensor for tensor, need in zip((rows, cols), needs, strict=True) if need]
-        if not wanted:
+        sides = [
+            side.detach().requires_grad_(need) for side, need in zip((pairs.rows, pairs.cols), needs, strict=True)
+        ]
+        inputs = [side for side in sides if side.requires_grad]
+        if not inputs:
             return Gradients(None, None)
-        value = (weights_RC.detach() * similarities(rows, cols)).sum()
-        found = iter(torch.autograd.grad(value, wanted))
-    return Gradients(*(next(found) if need else None for need in needs))
+        value = (weights_RC.detach() * similarities(*sides)).sum()
+        results = iter(torch.autograd.grad(value, inputs))
+    return Gradients(*(next(results) if need else None for need in needs))

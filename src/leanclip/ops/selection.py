@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from leanclip.errors import ArgumentError
 from leanclip.ops.types import Implementation
 
 IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
@@ -20,29 +21,35 @@ def available(rows: Tensor) -> list[str]:
     """The implementations that can run on such embeddings, slowest first."""
     names = ["reference", "tiled"]
     if _why_not_triton(rows) is None:
-        # Measured on an H200: cuBLAS in float32 is faster than what the kernels can do without tensor cores.
-        narrow = rows.is_cuda and rows.dtype != torch.float32
-        names.insert(2 if narrow else 1, "triton")
+        names.insert(2 if rows.is_cuda else 1, "triton")  # on a CPU in the interpreter, which is slow
     return names
 
 
 def implementation(name: str, rows: Tensor) -> tuple[str, Implementation]:
     """The name and the functions of the implementation to use for embeddings like `rows`."""
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown implementation {name!r}; choose from {', '.join(IMPLEMENTATIONS)}")
+        raise ArgumentError(
+            f"unknown implementation {name!r}; choose from {', '.join(IMPLEMENTATIONS)}",
+            code="loss.unknown_implementation",
+        )
     if name == "auto":
         name = available(rows)[-1]
     if name == "triton" and (reason := _why_not_triton(rows)) is not None:
-        raise ValueError(f"implementation 'triton' cannot be used here: {reason}; use 'auto' or 'tiled'")
+        raise ArgumentError(
+            f"implementation 'triton' cannot be used here: {reason}; use 'auto' or 'tiled'",
+            code="loss.no_triton",
+        )
     return name, cast(Implementation, importlib.import_module(f"leanclip.ops.{name}"))
 
 
 def _why_not_triton(rows: Tensor) -> str | None:
-    if rows.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"it takes float32, float16 and bfloat16 embeddings, got {rows.dtype}"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if rows.dtype not in (torch.float16, torch.bfloat16) and not (interpreted and rows.dtype == torch.float32):
+        # float32 is faster in cuBLAS than in kernels without tensor cores, and `tiled` uses cuBLAS.
+        return f"it takes float16 and bfloat16 embeddings, got {rows.dtype}"
     if not _triton_installed():
         return "Triton is not installed"
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if interpreted:
         return None
     if not rows.is_cuda or torch.version.cuda is None:
         return f"it needs an NVIDIA GPU, the embeddings are on {rows.device}"

@@ -5,13 +5,14 @@ no temperature overflows. Nothing here waits for the device.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from leanclip.ops import products
-from leanclip.ops.types import Gradients, Pairs, Pairwise, Statistics, Terms
+from leanclip.ops.types import Gradients, Needs, Pairs, Pairwise, Sigmoid, Statistics, Terms
 
 # Bytes of all tile buffers together. On CPUs a tile should stay in the last-level cache, on GPUs fill the chip.
 CPU_TILE_BYTES = 12 << 20
@@ -19,21 +20,12 @@ GPU_TILE_BYTES = 192 << 20
 
 
 @torch.no_grad()
-def statistics(
-    rows: Tensor,
-    cols: Tensor,
-    row_scale: Tensor,
-    col_scale: Tensor | None,
-    *,
-    pairs: Pairs,
-    tile_bytes: int | None = None,
-) -> tuple[Statistics, Statistics | None]:
+def statistics(pairs: Pairs, row_scale: Tensor, col_scale: Tensor | None) -> tuple[Statistics, Statistics | None]:
     """Equals `reference.statistics`; a tile of similarities serves both directions."""
-    rows, cols = products.operand(rows), products.operand(cols)
-    by_rows, by_cols = _Running.empty(rows), None if col_scale is None else _Running.empty(cols)
-    for tile in _tiles(rows, cols, pairs, buffers=2, tile_bytes=tile_bytes):
+    pairs = _operands(pairs)
+    by_rows, by_cols = _Running.empty(pairs.rows), None if col_scale is None else _Running.empty(pairs.cols)
+    for tile in _tiles(pairs, buffers=2):
         similarity, logits = tile.buffers
-        products.similarities(rows[tile.rows], cols[tile.cols], out=similarity)
         torch.mul(similarity, _column(row_scale, tile.rows), out=logits)
         by_rows.add(tile.rows, 1, tile.leave_out(logits, -torch.inf), similarity)
         if by_cols is not None and col_scale is not None:
@@ -44,22 +36,13 @@ def statistics(
 
 @torch.no_grad()
 def gradients(
-    rows: Tensor,
-    cols: Tensor,
-    row_terms: Terms | None,
-    col_terms: Terms | None,
-    diagonal: Tensor,
-    *,
-    pairs: Pairs,
-    needs: tuple[bool, bool] = (True, True),
-    tile_bytes: int | None = None,
+    pairs: Pairs, row_terms: Terms | None, col_terms: Terms | None, diagonal: Tensor, *, needs: Needs = (True, True)
 ) -> Gradients:
     """Equals `reference.gradients`."""
-    rows, cols = products.operand(rows), products.operand(cols)
-    sink = _Sink(rows, cols, needs)
-    for tile in _tiles(rows, cols, pairs, buffers=2, tile_bytes=tile_bytes):
+    pairs = _operands(pairs)
+    sums = _GradientSums(pairs, needs)
+    for tile in _tiles(pairs, buffers=2):
         similarity, weights = tile.buffers
-        products.similarities(rows[tile.rows], cols[tile.cols], out=similarity)
         if row_terms is None:
             weights.zero_()
         else:
@@ -68,63 +51,44 @@ def gradients(
         if col_terms is not None:
             similarity.mul_(_row(col_terms.scale, tile.cols)).add_(col_terms.log_weight[None, tile.cols])
             weights.add_(similarity.exp_())
-        sink.add(tile, tile.leave_out(weights, 0.0), diagonal)
-    return sink.gradients
+        sums.add(tile, tile.leave_out(weights, 0.0), diagonal)
+    return sums.gradients
 
 
 @torch.no_grad()
-def pairwise(
-    rows: Tensor,
-    cols: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    weight: Tensor,
-    diagonal: Tensor,
-    *,
-    pairs: Pairs,
-    needs: tuple[bool, bool] = (True, True),
-    tile_bytes: int | None = None,
-) -> Pairwise:
+def pairwise(pairs: Pairs, sigmoid: Sigmoid, diagonal: Tensor, *, needs: Needs = (True, True)) -> Pairwise:
     """Equals `reference.pairwise`."""
-    rows, cols = products.operand(rows), products.operand(cols)
-    sink = _Sink(rows, cols, needs)
-    softplus, weight_sum, weighted = (_zeros(rows, len(rows)) for _ in range(3))
-    for tile in _tiles(rows, cols, pairs, buffers=3, tile_bytes=tile_bytes):
+    pairs = _operands(pairs)
+    sums = _GradientSums(pairs, needs)
+    softplus, weight, weighted = (_zeros(pairs.rows, len(pairs.rows)) for _ in range(3))
+    for tile in _tiles(pairs, buffers=3):
         similarity, logits, scratch = tile.buffers
-        products.similarities(rows[tile.rows], cols[tile.cols], out=similarity)
-        torch.mul(similarity, scale, out=logits).add_(bias)
+        torch.mul(similarity, sigmoid.scale, out=logits).add_(sigmoid.bias)
         # softplus(z) = max(z, 0) + log(1 + exp(-|z|)) is exact everywhere; torch's softplus is cut off at 20.
         torch.abs(logits, out=scratch).neg_().exp_().log1p_().add_(logits.clamp_min(0))
         softplus[tile.rows] += tile.leave_out(scratch, 0.0).sum(1)
-        sigmoid = tile.leave_out(logits.sigmoid_(), 0.0)
-        weight_sum[tile.rows] += sigmoid.sum(1)
-        weighted[tile.rows] += similarity.mul_(sigmoid).sum(1)
-        sink.add(tile, sigmoid.mul_(weight), diagonal)
-    return Pairwise(softplus, weight_sum, weighted, sink.gradients)
+        weights = tile.leave_out(logits.sigmoid_(), 0.0)
+        weight[tile.rows] += weights.sum(1)
+        weighted[tile.rows] += similarity.mul_(weights).sum(1)
+        sums.add(tile, weights.mul_(sigmoid.weight), diagonal)
+    return Pairwise(softplus, weight, weighted, sums.gradients)
 
 
 class _Tile(NamedTuple):
-    """A block of the matrix, with buffers of its shape."""
+    """A block of the matrix: buffers of its shape, of which the first holds the similarities."""
 
     rows: slice
     cols: slice
     buffers: tuple[Tensor, ...]
     pairs: Pairs
-    left_out: Tensor | None  # a mask, only where groups are given
-
-    def positives(self, matrix: Tensor) -> Tensor:
-        """A view of the positives inside this tile, possibly empty."""
-        shift = self.rows.start + self.pairs.offset - self.cols.start
-        if not -matrix.shape[0] < shift < matrix.shape[1]:
-            return matrix[:0, 0]
-        return matrix.diagonal(shift)
+    left_out: Tensor | None  # a mask, only with groups
 
     def leave_out(self, matrix: Tensor, value: float) -> Tensor:
         """Put `value` at the pairs that do not count."""
         if self.left_out is not None:
             matrix.masked_fill_(self.left_out, value)
         elif self.pairs.mask_positives:
-            self.positives(matrix).fill_(value)
+            _positives(matrix, self.rows, self.cols, self.pairs).fill_(value)
         return matrix
 
 
@@ -157,29 +121,34 @@ class _Running(NamedTuple):
         return Statistics(self.largest + self.sum.clamp_min(1.0).log_(), self.weighted / self.sum.clamp_min(1.0))
 
 
-class _Sink:
-    """Where the weights of a tile go: into the gradients of both sides."""
+class _GradientSums:
+    """The gradients of both sides, to which the weights of every tile contribute."""
 
-    def __init__(self, rows: Tensor, cols: Tensor, needs: tuple[bool, bool]) -> None:
-        self.rows, self.cols = products.factor(rows), products.factor(cols)
-        self.gradients = Gradients(
-            _zeros(rows, *rows.shape) if needs[0] else None, _zeros(cols, *cols.shape) if needs[1] else None
-        )
+    def __init__(self, pairs: Pairs, needs: Needs) -> None:
+        self.factors = products.factor(pairs.rows), products.factor(pairs.cols)
+        sides = zip((pairs.rows, pairs.cols), needs, strict=True)
+        self.gradients = Gradients(*(_zeros(side, *side.shape) if need else None for side, need in sides))
 
     def add(self, tile: _Tile, weights: Tensor, diagonal: Tensor) -> None:
         first = max(tile.rows.start, tile.cols.start - tile.pairs.offset)
-        positives = tile.positives(weights)
+        positives = _positives(weights, tile.rows, tile.cols, tile.pairs)
         positives.add_(diagonal[first : first + len(positives)])
-        weights = weights.to(self.rows.dtype)
+        rows, cols = self.factors
+        weights = weights.to(rows.dtype)
         if self.gradients.rows is not None:
-            products.accumulate(self.gradients.rows[tile.rows], weights, self.cols[tile.cols])
+            products.accumulate(self.gradients.rows[tile.rows], weights, cols[tile.cols])
         if self.gradients.cols is not None:
-            products.accumulate(self.gradients.cols[tile.cols], weights.T, self.rows[tile.rows])
+            products.accumulate(self.gradients.cols[tile.cols], weights.T, rows[tile.rows])
 
 
-def _tiles(rows: Tensor, cols: Tensor, pairs: Pairs, *, buffers: int, tile_bytes: int | None) -> Iterator[_Tile]:
+def _operands(pairs: Pairs) -> Pairs:
+    return replace(pairs, rows=products.operand(pairs.rows), cols=products.operand(pairs.cols))
+
+
+def _tiles(pairs: Pairs, *, buffers: int) -> Iterator[_Tile]:
+    rows, cols = pairs.rows, pairs.cols
     dtype = products.accumulator_dtype(rows.dtype)
-    tile_bytes = tile_bytes or (CPU_TILE_BYTES if rows.device.type == "cpu" else GPU_TILE_BYTES)
+    tile_bytes = CPU_TILE_BYTES if rows.device.type == "cpu" else GPU_TILE_BYTES
     height, width = _tile_shape(len(rows), len(cols), tile_bytes // (buffers * dtype.itemsize))
     storage = [torch.empty(height * width, dtype=dtype, device=rows.device) for _ in range(buffers)]
     for row in range(0, len(rows), height):
@@ -188,6 +157,7 @@ def _tiles(rows: Tensor, cols: Tensor, pairs: Pairs, *, buffers: int, tile_bytes
             inside_cols = slice(col, min(col + width, len(cols)))
             shape = (inside_rows.stop - row, inside_cols.stop - col)
             views = tuple(flat[: shape[0] * shape[1]].view(shape) for flat in storage)
+            products.similarities(rows[inside_rows], cols[inside_cols], out=views[0])
             yield _Tile(inside_rows, inside_cols, views, pairs, _left_out(inside_rows, inside_cols, pairs))
 
 
@@ -202,10 +172,14 @@ def _left_out(rows: slice, cols: slice, pairs: Pairs) -> Tensor | None:
     if pairs.row_groups is None or pairs.col_groups is None:
         return None
     same = pairs.row_groups[rows, None] == pairs.col_groups[None, cols]
-    shift = rows.start + pairs.offset - cols.start
-    if -same.shape[0] < shift < same.shape[1]:
-        same.diagonal(shift).fill_(pairs.mask_positives)
+    _positives(same, rows, cols, pairs).fill_(pairs.mask_positives)
     return same
+
+
+def _positives(matrix: Tensor, rows: slice, cols: slice, pairs: Pairs) -> Tensor:
+    """A view of the positives inside the tile `matrix`, possibly empty."""
+    shift = rows.start + pairs.offset - cols.start
+    return matrix.diagonal(shift) if -matrix.shape[0] < shift < matrix.shape[1] else matrix[:0, 0]
 
 
 def _column(scale: Tensor, rows: slice) -> Tensor:

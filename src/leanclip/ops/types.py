@@ -1,4 +1,4 @@
-"""What crosses the border of the engine: named tensors, never positional lists.
+"""The arguments and results of the engine: named tensors, never positional lists.
 
 Shape suffixes: R rows (anchors of one block), C columns (everything they are compared with), D embedding size.
 """
@@ -8,16 +8,20 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+Needs = tuple[bool, bool]  # whether the gradients of rows and of columns are required
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Which pairs (row i, column j) of the similarity matrix count.
+    """The similarity matrix s = rows @ cols.T, and which of its pairs (row i, column j) count.
 
     The positive of row i is column `i + offset`. With `mask_positives` it is left out of the sums over pairs.
     With group ids, pairs of one group that are not the positive are left out: several captions of one image
     are then not each other's negatives.
     """
 
+    rows: Tensor  # (R, D)
+    cols: Tensor  # (C, D)
     offset: int = 0
     mask_positives: bool = False
     row_groups: Tensor | None = None  # (R,) integers
@@ -30,6 +34,8 @@ class Pairs:
     def transposed(self) -> "Pairs":
         """The same pairs with rows and columns swapped."""
         return Pairs(
+            rows=self.cols,
+            cols=self.rows,
             offset=-self.offset,
             mask_positives=self.mask_positives,
             row_groups=self.col_groups,
@@ -54,6 +60,14 @@ class Terms(NamedTuple):
     log_weight: Tensor  # (R,)
 
 
+class Sigmoid(NamedTuple):
+    """How a sigmoid weighs all pairs: weight * sigmoid(scale s_ij + bias)."""
+
+    scale: Tensor  # ()
+    bias: Tensor  # ()
+    weight: Tensor  # ()
+
+
 class Gradients(NamedTuple):
     rows: Tensor | None  # (R, D) sum_j W_ij cols_j
     cols: Tensor | None  # (C, D) sum_i W_ij rows_i
@@ -69,33 +83,14 @@ class Pairwise(NamedTuple):
 
 
 class Implementation(Protocol):
-    """The signature that `reference`, `tiled` and `triton` share; `reference` states what each call equals."""
+    """The signatures that `reference`, `tiled` and `triton` share; `reference` states what each call equals."""
 
     def statistics(
-        self, rows: Tensor, cols: Tensor, row_scale: Tensor, col_scale: Tensor | None, *, pairs: Pairs
+        self, pairs: Pairs, row_scale: Tensor, col_scale: Tensor | None
     ) -> tuple[Statistics, Statistics | None]: ...
 
     def gradients(
-        self,
-        rows: Tensor,
-        cols: Tensor,
-        row_terms: Terms | None,
-        col_terms: Terms | None,
-        diagonal: Tensor,
-        *,
-        pairs: Pairs,
-        needs: tuple[bool, bool] = (True, True),
+        self, pairs: Pairs, row_terms: Terms | None, col_terms: Terms | None, diagonal: Tensor, *, needs: Needs = ...
     ) -> Gradients: ...
 
-    def pairwise(
-        self,
-        rows: Tensor,
-        cols: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        weight: Tensor,
-        diagonal: Tensor,
-        *,
-        pairs: Pairs,
-        needs: tuple[bool, bool] = (True, True),
-    ) -> Pairwise: ...
+    def pairwise(self, pairs: Pairs, sigmoid: Sigmoid, diagonal: Tensor, *, needs: Needs = ...) -> Pairwise: ...

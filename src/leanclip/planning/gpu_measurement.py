@@ -204,7 +204,8 @@ def _loss(made: _Maker) -> float:
     rows, cols = (F.normalize(made(16_384, 512), dim=1) for _ in range(2))
     scale = torch.full((), 14.0, device=made.device)
     engine = ops.implementation("auto", rows)[1]
-    took = seconds(lambda: engine.statistics(rows, cols, scale, scale, pairs=ops.Pairs(mask_positives=True)))
+    pairs = ops.Pairs(rows=rows, cols=cols, mask_positives=True)
+    took = seconds(lambda: engine.statistics(pairs, scale, scale))
     return 2 * 16_384**2 * 512 / took
 
 

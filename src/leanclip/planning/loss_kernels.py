@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from leanclip.ops import Gradients, Pairs, Pairwise, Statistics, Terms
+from leanclip.ops import Gradients, Needs, Pairs, Pairwise, Sigmoid, Statistics, Terms
 from leanclip.planning.step_trace import Kernel, Trace
 
 PARTIAL_BYTES = 128 << 20
@@ -25,9 +25,9 @@ class TracedEngine:
         self.trace, self.processors = trace, processors
 
     def statistics(
-        self, rows: Tensor, cols: Tensor, row_scale: Tensor, col_scale: Tensor | None, *, pairs: Pairs
+        self, pairs: Pairs, row_scale: Tensor, col_scale: Tensor | None
     ) -> tuple[Statistics, Statistics | None]:
-        rows, cols = rows.detach().contiguous(), cols.detach().contiguous()
+        rows, cols = pairs.rows.detach().contiguous(), pairs.cols.detach().contiguous()
         num_rows, num_cols = len(rows), len(cols)
         num_blocks = _ceil_div(num_cols, BLOCK)
         panel = _panel(num_rows, PARTIAL_BYTES // (8 * num_blocks))
@@ -42,36 +42,18 @@ class TracedEngine:
         return by_rows, by_cols
 
     def gradients(
-        self,
-        rows: Tensor,
-        cols: Tensor,
-        row_terms: Terms | None,
-        col_terms: Terms | None,
-        diagonal: Tensor,
-        *,
-        pairs: Pairs,
-        needs: tuple[bool, bool] = (True, True),
-    ) -> Gradients:
-        rows, cols = rows.detach().contiguous(), cols.detach().contiguous()
+        self, pairs: Pairs, row_terms: Terms | None, col_terms: Terms | None, diagonal: Tensor, *,
+        needs: Needs = (True, True),
+    ) -> Gradients:  # fmt: skip
+        rows, cols = pairs.rows.detach().contiguous(), pairs.cols.detach().contiguous()
         buffer, found = self._sink(rows, cols, needs)
         self._product(rows, cols, written=any(needs))
         self._multiply(rows, cols, needs)
         del buffer
         return found
 
-    def pairwise(
-        self,
-        rows: Tensor,
-        cols: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-        weight: Tensor,
-        diagonal: Tensor,
-        *,
-        pairs: Pairs,
-        needs: tuple[bool, bool] = (True, True),
-    ) -> Pairwise:
-        rows, cols = rows.detach().contiguous(), cols.detach().contiguous()
+    def pairwise(self, pairs: Pairs, sigmoid: Sigmoid, diagonal: Tensor, *, needs: Needs = (True, True)) -> Pairwise:
+        rows, cols = pairs.rows.detach().contiguous(), pairs.cols.detach().contiguous()
         buffer, found = self._sink(rows, cols, needs)
         height = buffer[0].shape[0] if any(needs) else len(rows)
         partial = torch.empty(3, _ceil_div(len(cols), BLOCK), height)
@@ -81,7 +63,7 @@ class TracedEngine:
         del partial, buffer
         return Pairwise(sums[0], sums[1], sums[2], found)
 
-    def _sink(self, rows: Tensor, cols: Tensor, needs: tuple[bool, bool]) -> tuple[tuple[Tensor, ...], Gradients]:
+    def _sink(self, rows: Tensor, cols: Tensor, needs: Needs) -> tuple[tuple[Tensor, ...], Gradients]:
         """The block of weights and the factors in its precision, and the gradients."""
         dtype = torch.float32 if rows.dtype == torch.float32 else torch.bfloat16
         height, width = _block_shape(len(rows), len(cols), WEIGHT_BYTES // dtype.itemsize)
@@ -96,7 +78,7 @@ class TracedEngine:
         moved = rows.nbytes + cols.nbytes + (2 * pairs if written else 0)
         self.trace.launch(Kernel("loss", "loss", 2 * pairs * rows.shape[1], moved, rows.itemsize))
 
-    def _multiply(self, rows: Tensor, cols: Tensor, needs: tuple[bool, bool]) -> None:
+    def _multiply(self, rows: Tensor, cols: Tensor, needs: Needs) -> None:
         """The weights into the gradients, by cuBLAS."""
         size, (m, n) = rows.shape[1], (len(rows), len(cols))
         for need, shape in zip(needs, ((1, m, size, n), (1, n, size, m)), strict=True):

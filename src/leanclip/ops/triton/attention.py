@@ -27,8 +27,19 @@ def _store(qkv, value, token, inside, head, part, HEADS: tl.constexpr, DIM: tl.c
 
 
 @triton.jit
+def _inputs(qkv, tiles, HEADS: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's head, its tokens and which of them exist, their queries, keys and values."""
+    head = tl.program_id(1)
+    token, inside = _tile(tiles, LENGTH, BLOCK)
+    q = _load(qkv, token, inside, head, 0, HEADS, DIM)
+    k = _load(qkv, token, inside, head, 1, HEADS, DIM)
+    v = _load(qkv, token, inside, head, 2, HEADS, DIM)
+    return head, token, inside, q, k, v
+
+
+@triton.jit
 def _tile(tiles, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The tokens of this program, and which of them there are."""
+    """The tokens of this program, and which of them exist."""
     number = tl.program_id(0).to(tl.int64)
     if LENGTH > 0:
         begin = number * LENGTH
@@ -42,7 +53,7 @@ def _tile(tiles, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weights(q, k, token, inside, rows, scale, LENGTH: tl.constexpr):
-    """The softmax of each query over the keys that it may see; 0 for others, and for queries that are not there."""
+    """The softmax of each query over the keys that it may see; 0 for others, and for queries that do not exist."""
     seen = inside[:, None] & inside[None, :]
     if LENGTH == 0:
         row = tl.load(rows + token, mask=inside, other=-1)
@@ -58,11 +69,7 @@ def _forward(
     qkv, out, tiles, rows, scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
-    token, inside = _tile(tiles, LENGTH, BLOCK)
-    q = _load(qkv, token, inside, head, 0, HEADS, DIM)
-    k = _load(qkv, token, inside, head, 1, HEADS, DIM)
-    v = _load(qkv, token, inside, head, 2, HEADS, DIM)
+    head, token, inside, q, k, v = _inputs(qkv, tiles, HEADS, DIM, LENGTH, BLOCK)
     weight = _weights(q, k, token, inside, rows, scale, LENGTH)
     mixed = tl.dot(weight.to(v.dtype), v)
     place = (token * HEADS + head)[:, None] * DIM + tl.arange(0, DIM)[None, :]
@@ -74,11 +81,7 @@ def _backward(
     qkv, gradient, result, tiles, rows, scale,
     HEADS: tl.constexpr, DIM: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
-    token, inside = _tile(tiles, LENGTH, BLOCK)
-    q = _load(qkv, token, inside, head, 0, HEADS, DIM)
-    k = _load(qkv, token, inside, head, 1, HEADS, DIM)
-    v = _load(qkv, token, inside, head, 2, HEADS, DIM)
+    head, token, inside, q, k, v = _inputs(qkv, tiles, HEADS, DIM, LENGTH, BLOCK)
     place = (token * HEADS + head)[:, None] * DIM + tl.arange(0, DIM)[None, :]
     pull = tl.load(gradient + place, mask=inside[:, None], other=0.0)
     weight = _weights(q, k, token, inside, rows, scale, LENGTH)

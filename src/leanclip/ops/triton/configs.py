@@ -1,8 +1,6 @@
-"""Tile shapes per kernel, dtype and architecture. Fixed by measurement or by shared memory, never at run time."""
+"""Tile shapes per kernel and architecture. Fixed by measurement or by shared memory, never at run time."""
 
 from dataclasses import dataclass, replace
-
-import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,21 +27,17 @@ _FINISH = Config(block_r=64, block_c=64, block_k=32, num_warps=4, num_stages=2)
 # and 96 KiB each. Larger tiles read less from L2 but leave one block alone, and lose.
 _HOPPER = Config(block_r=128, block_c=128, block_k=64, num_warps=4, num_stages=3, group=8)
 _AMPERE = Config(block_r=128, block_c=128, block_k=32, num_warps=8, num_stages=3)
-# Short blocks of features: each is summed apart, which rounds less.
-_FLOAT32 = Config(block_r=64, block_c=64, block_k=16, num_warps=4, num_stages=2)
-# The interpreter runs in Python: small tiles, so that small tests still meet several of them.
+# The interpreter runs in Python: small tiles, so that small tests still use several of them.
 INTERPRETED = Config(block_r=64, block_c=64, block_k=32, num_warps=2, num_stages=1, group=2)
 
 _AMPERE_KERNELS = dict.fromkeys(("statistics", "weights", "pairwise"), _AMPERE)
 _HOPPER_KERNELS = {"statistics": _HOPPER, "weights": replace(_HOPPER, group=2), "pairwise": _HOPPER}
 # A tile has at most 128 columns: the fast softplus multiplies as many factors up to 2 as half a tile has columns.
-_NARROW = {80: _AMPERE_KERNELS, 86: _AMPERE_KERNELS, 89: _AMPERE_KERNELS, 90: _HOPPER_KERNELS}
+_KERNELS = {80: _AMPERE_KERNELS, 86: _AMPERE_KERNELS, 89: _AMPERE_KERNELS, 90: _HOPPER_KERNELS}
 
 
-def config(kernel: str, dtype: torch.dtype, capability: int) -> Config:
+def config(kernel: str, capability: int) -> Config:
     """The configuration of the nearest architecture that is not newer."""
-    if dtype == torch.float32:
-        return _FLOAT32
     if kernel == "finish":
         return _FINISH
-    return _NARROW[max(known for known in _NARROW if known <= capability)][kernel]
+    return _KERNELS[max(known for known in _KERNELS if known <= capability)][kernel]

@@ -5,9 +5,8 @@ Instead of a maximum per row, one reference per anchor is taken out of all expon
     reference_i = max(0, scale_i largest|x| largest|y| - HEADROOM)      in powers of two
 
 No term exceeds 2^HEADROOM, so nothing overflows, and one exponential per pair serves both directions when they
-share a scale. Only where temperatures are under about 0.016 can an anchor's terms all vanish; `finish` sees that by
-a small sum and computes those anchors again with a running maximum. float32 embeddings (PRECISE) always take the
-running maximum: the reference's rounding would show.
+share a scale. Only where temperatures are under about 0.016 can an anchor's terms all vanish; `finish` detects that
+by a small sum and computes those anchors again with a running maximum.
 """
 
 # Outside a kernel a jit function cannot be called, and is typed so.
@@ -70,18 +69,9 @@ def sum_within_threads(values, SLOTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK
 
 @triton.jit
 def half_sums(
-    similarity,
-    row_scales,
-    col_scales,
-    squares,
-    kept,
-    kept_weighted,
-    SLOTS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BY_COLS: tl.constexpr,
-    SHARED: tl.constexpr,
-):
+    similarity, row_scales, col_scales, squares, kept, kept_weighted,
+    SLOTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BY_COLS: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
     """Sums and weighted sums of half a tile: by rows, and added to what is kept by columns."""
     reference = reference_exponent(row_scales, squares)
     terms = tl.exp2(similarity * (row_scales * LOG2_E)[:, None] - reference[:, None])
@@ -100,38 +90,13 @@ def half_sums(
 
 @triton.jit
 def strip_sums(
-    rows,
-    cols,
-    row_scale,
-    col_scale,
-    squares,
-    row_groups,
-    col_groups,
-    row_partial,
-    col_partial,
-    first_row,
-    end_row,
-    num_cols,
-    offset,
-    first_strip,
-    num_strips,
-    row_stride,
-    col_stride,
-    DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STRIP: tl.constexpr,
-    GROUP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROW_VECTOR: tl.constexpr,
-    COL_VECTOR: tl.constexpr,
-    BY_COLS: tl.constexpr,
-    SHARED: tl.constexpr,
-    MASK_POSITIVES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    rows, cols, row_scale, col_scale, squares, row_groups, col_groups, row_partial, col_partial,
+    first_row, end_row, num_cols, offset, first_strip, num_strips, row_stride, col_stride,
+    DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STRIP: tl.constexpr,
+    GROUP: tl.constexpr, SLOTS: tl.constexpr, ROW_VECTOR: tl.constexpr, COL_VECTOR: tl.constexpr,
+    BY_COLS: tl.constexpr, SHARED: tl.constexpr,
+    MASK_POSITIVES: tl.constexpr, GROUPS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """One strip, for `statistics_kernel`. With SHARED the columns' scale is the rows'."""
     num_blocks = tl.cdiv(num_cols, BLOCK_C)
     panel_strips = tl.cdiv(end_row - first_row, BLOCK_R * STRIP)
@@ -148,7 +113,6 @@ def strip_sums(
     strip_row = first_row + strip * STRIP * BLOCK_R
     for row in range(strip_row, tl.minimum(strip_row + STRIP * BLOCK_R, end_row), BLOCK_R):
         similarity = similarity_tile(rows, cols, row, col, end_row, num_cols, DIM, BLOCK_R, BLOCK_C, BLOCK_K, TMA)
-        similarity = similarity.to(tl.float32)
         if not is_plain(row, col, end_row, num_cols, offset, BLOCK_R, BLOCK_C, GROUPS):
             similarity = leave_out(
                 similarity, row, col, end_row, num_cols, offset, row_groups, col_groups,
@@ -181,57 +145,28 @@ def strip_sums(
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def statistics_kernel(
-    rows,
-    cols,
-    row_scale,
-    col_scale,
-    squares,
-    row_groups,
-    col_groups,
-    row_partial,
-    col_partial,
-    first_row,
-    end_row,
-    num_cols,
-    offset,
-    first_strip,
-    num_strips,
-    row_stride,
-    col_stride,
-    DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STRIP: tl.constexpr,
-    GROUP: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROW_VECTOR: tl.constexpr,
-    COL_VECTOR: tl.constexpr,
+    rows, cols, row_scale, col_scale, squares, row_groups, col_groups, row_partial, col_partial,
+    first_row, end_row, num_cols, offset, first_strip, num_strips, row_stride, col_stride,
+    DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STRIP: tl.constexpr,
+    GROUP: tl.constexpr, SLOTS: tl.constexpr, ROW_VECTOR: tl.constexpr, COL_VECTOR: tl.constexpr,
     BY_COLS: tl.constexpr,
-    MASK_POSITIVES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    MASK_POSITIVES: tl.constexpr, GROUPS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Partial sums of a strip of STRIP tiles, one below the other: a program keeps its columns' in registers.
 
     row_partial (2, column blocks, rows) and col_partial (2, strips, columns) hold sums of exponentials, then of
     exponentials times similarities. Where two single scales are equal, one exponential serves both directions.
     """
+    shared = False
     if BY_COLS and not ROW_VECTOR and not COL_VECTOR:
-        if tl.load(row_scale) == tl.load(col_scale):
-            strip_sums(
-                rows, cols, row_scale, col_scale, squares, row_groups, col_groups, row_partial, col_partial,
-                first_row, end_row, num_cols, offset, first_strip, num_strips, row_stride, col_stride, DIM,
-                BLOCK_R, BLOCK_C, BLOCK_K, STRIP, GROUP, SLOTS, ROW_VECTOR, COL_VECTOR, BY_COLS, True,
-                MASK_POSITIVES, GROUPS, TMA,
-            )  # fmt: skip
-        else:
-            strip_sums(
-                rows, cols, row_scale, col_scale, squares, row_groups, col_groups, row_partial, col_partial,
-                first_row, end_row, num_cols, offset, first_strip, num_strips, row_stride, col_stride, DIM,
-                BLOCK_R, BLOCK_C, BLOCK_K, STRIP, GROUP, SLOTS, ROW_VECTOR, COL_VECTOR, BY_COLS, False,
-                MASK_POSITIVES, GROUPS, TMA,
-            )  # fmt: skip
+        shared = tl.load(row_scale) == tl.load(col_scale)
+    if shared:
+        strip_sums(
+            rows, cols, row_scale, col_scale, squares, row_groups, col_groups, row_partial, col_partial,
+            first_row, end_row, num_cols, offset, first_strip, num_strips, row_stride, col_stride, DIM,
+            BLOCK_R, BLOCK_C, BLOCK_K, STRIP, GROUP, SLOTS, ROW_VECTOR, COL_VECTOR, BY_COLS, True,
+            MASK_POSITIVES, GROUPS, TMA,
+        )  # fmt: skip
     else:
         strip_sums(
             rows, cols, row_scale, col_scale, squares, row_groups, col_groups, row_partial, col_partial,
@@ -243,92 +178,52 @@ def statistics_kernel(
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def finish(
-    anchors,
-    others,
-    scale,
-    squares,
-    anchor_groups,
-    other_groups,
-    partial,
-    log_sum,
-    mean,
-    first,
-    end,
-    num_others,
-    offset,
-    stride,
-    num_partials,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    VECTOR: tl.constexpr,
-    MASK_POSITIVES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PRECISE: tl.constexpr,
-):
+    anchors, others, scale, squares, anchor_groups, other_groups, partial, log_sum, mean,
+    first, end, num_others, offset, stride, num_partials,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+    VECTOR: tl.constexpr, MASK_POSITIVES: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Statistics of anchors `first:end` from their partial sums; where those vanished, from the similarities."""
     row = first + tl.program_id(0) * BLOCK
     at = row + tl.arange(0, BLOCK)
     scales = load_scales(scale, at, end, VECTOR)
-    if PRECISE:
-        largest, total, weighted = running_sums(
+    total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, num_partials, CHUNK):
+        part = start + tl.arange(0, CHUNK)
+        inside = (part < num_partials)[:, None] & (at < end)[None, :]
+        where = partial + part[:, None] * stride + (at - first)[None, :]
+        total += tl.sum(tl.load(where, inside, 0.0), 0)
+        weighted += tl.sum(tl.load(where + num_partials * stride, inside, 0.0), 0)
+    reference = reference_exponent(scales, squares)
+    largest = reference * LN_2
+    lost = (reference > 0) & (total < SMALLEST_SUM) & (at < end)
+    if tl.max(lost.to(tl.int32)) > 0:
+        exact_largest, exact_total, exact_weighted = running_sums(
             anchors, others, scales, anchor_groups, other_groups, row, end, num_others, offset,
-            DIM, BLOCK, BLOCK_C, BLOCK_K, MASK_POSITIVES, GROUPS, True,
+            DIM, BLOCK, BLOCK_C, BLOCK_K, MASK_POSITIVES, GROUPS,
         )  # fmt: skip
-    else:
-        total = tl.zeros((BLOCK,), tl.float32)
-        weighted = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, num_partials, CHUNK):
-            part = start + tl.arange(0, CHUNK)
-            inside = (part < num_partials)[:, None] & (at < end)[None, :]
-            where = partial + part[:, None] * stride + (at - first)[None, :]
-            total += tl.sum(tl.load(where, inside, 0.0), 0)
-            weighted += tl.sum(tl.load(where + num_partials * stride, inside, 0.0), 0)
-        reference = reference_exponent(scales, squares)
-        largest = reference * LN_2
-        lost = (reference > 0) & (total < SMALLEST_SUM) & (at < end)
-        if tl.max(lost.to(tl.int32)) > 0:
-            exact_largest, exact_total, exact_weighted = running_sums(
-                anchors, others, scales, anchor_groups, other_groups, row, end, num_others, offset,
-                DIM, BLOCK, BLOCK_C, BLOCK_K, MASK_POSITIVES, GROUPS, False,
-            )  # fmt: skip
-            largest = tl.where(lost, exact_largest, largest)
-            total = tl.where(lost, exact_total, total)
-            weighted = tl.where(lost, exact_weighted, weighted)
-    some = total > 0
-    safe = tl.where(some, total, 1.0)
-    tl.store(log_sum + at, tl.where(some, tl.log(safe) + largest, float("-inf")), at < end)
+        largest = tl.where(lost, exact_largest, largest)
+        total = tl.where(lost, exact_total, total)
+        weighted = tl.where(lost, exact_weighted, weighted)
+    any_pair = total > 0
+    safe = tl.where(any_pair, total, 1.0)
+    tl.store(log_sum + at, tl.where(any_pair, tl.log(safe) + largest, float("-inf")), at < end)
     tl.store(mean + at, weighted / safe, at < end)
 
 
 @triton.jit
 def running_sums(
-    anchors,
-    others,
-    scales,
-    anchor_groups,
-    other_groups,
-    row,
-    end,
-    num_others,
-    offset,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    MASK_POSITIVES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PRECISE: tl.constexpr,
-):
+    anchors, others, scales, anchor_groups, other_groups, row, end, num_others, offset,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASK_POSITIVES: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Largest logit, sum and weighted sum relative to it, kept online: slow, and right at any scale."""
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
     for col in range(0, num_others, BLOCK_C):
         similarity = similarity_tile(anchors, others, row, col, end, num_others, DIM, BLOCK, BLOCK_C, BLOCK_K, False)
-        similarity = similarity.to(tl.float32)
         similarity = leave_out(
             similarity, row, col, end, num_others, offset, anchor_groups, other_groups,
             BLOCK, BLOCK_C, MASK_POSITIVES, GROUPS,
@@ -336,8 +231,8 @@ def running_sums(
         logits = tl.where(similarity == LEFT_OUT, float("-inf"), similarity * scales[:, None])
         now = tl.maximum(largest, tl.max(logits, 1))
         shift = tl.where(now == float("-inf"), 0.0, now)
-        shrink = exponential(largest - shift, PRECISE)
-        terms = exponential(logits - shift[:, None], PRECISE)
+        shrink = exponential(largest - shift)
+        terms = exponential(logits - shift[:, None])
         total = total * shrink + tl.sum(terms, 1)
         weighted = weighted * shrink + tl.sum(terms * similarity, 1)
         largest = now

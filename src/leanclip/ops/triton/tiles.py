@@ -27,9 +27,6 @@ RUN_TIME = (
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# float32 log2(e), and what it lacks.
-LOG2_E_HIGH = tl.constexpr(1.4426950216293335)
-LOG2_E_LOW = tl.constexpr(1.92596298909109e-08)
 LN_2 = tl.constexpr(0.6931471805599453)
 # Stands for the similarity of a pair that does not count: finite, and no exponential of it is left, since scales are
 # kept from being smaller than SMALLEST_SCALE.
@@ -54,31 +51,15 @@ def load_block(
 
 @triton.jit
 def similarity_tile(
-    rows,
-    cols,
-    row,
-    col,
-    num_rows,
-    num_cols,
-    DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """rows[row:row + BLOCK_R] @ cols[col:col + BLOCK_C].T: in float32, for float32 embeddings in float64.
-
-    Rounded to float32 before the scale multiplies it, the similarity would be what limits a float32 result.
-    """
-    WIDE: tl.constexpr = False if TMA else rows.dtype.element_ty == tl.float32
-    sums = tl.zeros((BLOCK_R, BLOCK_C), tl.float64 if WIDE else tl.float32)
+    rows, cols, row, col, num_rows, num_cols,
+    DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """rows[row:row + BLOCK_R] @ cols[col:col + BLOCK_C].T in float32."""
+    sums = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for k in range(0, DIM, BLOCK_K):
         left = load_block(rows, row, k, num_rows, DIM, BLOCK_R, BLOCK_K, TMA)
         right = load_block(cols, col, k, num_cols, DIM, BLOCK_C, BLOCK_K, TMA)
-        if WIDE:
-            sums = tl.dot(left.to(tl.float64), right.to(tl.float64).T, sums, out_dtype=tl.float64)
-        else:
-            sums = tl.dot(left, right.T, sums)
+        sums = tl.dot(left, right.T, sums)
     return sums
 
 
@@ -92,19 +73,9 @@ def is_plain(row, col, end_row, end_col, offset, BLOCK_R: tl.constexpr, BLOCK_C:
 
 @triton.jit
 def leave_out(
-    similarity,
-    row,
-    col,
-    end_row,
-    end_col,
-    offset,
-    row_groups,
-    col_groups,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    MASK_POSITIVES: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    similarity, row, col, end_row, end_col, offset, row_groups, col_groups,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, MASK_POSITIVES: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     """Put LEFT_OUT where a pair does not count: `reference.counted_pairs`, cut to the matrix."""
     at_row = row + tl.arange(0, BLOCK_R)
     at_col = col + tl.arange(0, BLOCK_C)
@@ -128,22 +99,9 @@ def halves(tile, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def exponential(x, PRECISE: tl.constexpr):
-    """exp(x). The hardware's is off by 2 ulp and by the rounding of x log2(e); with PRECISE neither."""
-    if PRECISE:
-        x = tl.maximum(x, -200.0)  # zero in float32 already, and infinity would turn into nan below
-        whole = tl.floor(x * LOG2_E + 0.5)
-        rest = (tl.fma(x, LOG2_E_HIGH, -whole) + x * LOG2_E_LOW) * LN_2
-        series = 1.0 + rest * (1.0 / 7)
-        series = 1.0 + rest * series * (1.0 / 6)
-        series = 1.0 + rest * series * (1.0 / 5)
-        series = 1.0 + rest * series * (1.0 / 4)
-        series = 1.0 + rest * series * (1.0 / 3)
-        series = 1.0 + rest * series * 0.5
-        result = tl.exp2(whole) * (1.0 + rest * series)
-    else:
-        result = tl.exp2(x * LOG2_E)
-    return result
+def exponential(x):
+    """exp(x)"""
+    return tl.exp2(x * LOG2_E)
 
 
 @triton.jit

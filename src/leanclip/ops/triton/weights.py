@@ -33,21 +33,13 @@ def log_weight_range(log_weight):
 
 @triton.jit
 def exponential_weights(
-    similarity,
-    row_scales,
-    row_log_weight,
-    col_scales,
-    col_log_weight,
-    same_scale,
-    BY_ROWS: tl.constexpr,
-    BY_COLS: tl.constexpr,
-    ONE_SCALE: tl.constexpr,
-    PRECISE: tl.constexpr,
-):
+    similarity, row_scales, row_log_weight, col_scales, col_log_weight, same_scale,
+    BY_ROWS: tl.constexpr, BY_COLS: tl.constexpr, ONE_SCALE: tl.constexpr,
+):  # fmt: skip
     """exp(row scale s + row log-weight) + exp(col scale s + col log-weight).
 
     Where the scales are one and log-weights of similar size, exp(scale s + top) (exp(row - top) + exp(col - top)):
-    the second factor costs BLOCK_R + BLOCK_C exponentials only. float32 keeps the plain form, which rounds less.
+    the second factor costs BLOCK_R + BLOCK_C exponentials only.
     """
     if ONE_SCALE:
         row_lowest, row_top = log_weight_range(row_log_weight)
@@ -56,18 +48,18 @@ def exponential_weights(
         top = tl.where(top == float("-inf"), 0.0, top)
         if same_scale & (top - tl.minimum(row_lowest, col_lowest) < WIDEST_SPREAD):
             exponent = similarity * (row_scales * LOG2_E)[:, None] + top * LOG2_E
-            row_factor = exponential(row_log_weight - top, False)
-            col_factor = exponential(col_log_weight - top, False)
+            row_factor = exponential(row_log_weight - top)
+            col_factor = exponential(col_log_weight - top)
             weights = tl.exp2(exponent) * (row_factor[:, None] + col_factor[None, :])
         else:
-            weights = exponential(similarity * row_scales[:, None] + row_log_weight[:, None], PRECISE)
-            weights += exponential(similarity * col_scales[None, :] + col_log_weight[None, :], PRECISE)
+            weights = exponential(similarity * row_scales[:, None] + row_log_weight[:, None])
+            weights += exponential(similarity * col_scales[None, :] + col_log_weight[None, :])
     else:
         weights = tl.zeros_like(similarity)
         if BY_ROWS:
-            weights = exponential(similarity * row_scales[:, None] + row_log_weight[:, None], PRECISE)
+            weights = exponential(similarity * row_scales[:, None] + row_log_weight[:, None])
         if BY_COLS:
-            weights += exponential(similarity * col_scales[None, :] + col_log_weight[None, :], PRECISE)
+            weights += exponential(similarity * col_scales[None, :] + col_log_weight[None, :])
     return weights
 
 
@@ -94,69 +86,69 @@ def store_block(
         tl.store(pointers, weights.to(out.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=RUN_TIME)
-def weights_kernel(
-    rows,
-    cols,
-    row_scale,
-    row_log_weight,
-    col_scale,
-    col_log_weight,
-    diagonal,
-    row_groups,
-    col_groups,
-    out,
-    first_row,
-    end_row,
-    first_col,
-    end_col,
-    num_rows,
-    num_cols,
-    offset,
-    stride,
-    DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROW_VECTOR: tl.constexpr,
-    COL_VECTOR: tl.constexpr,
-    BY_ROWS: tl.constexpr,
-    BY_COLS: tl.constexpr,
-    MASK_POSITIVES: tl.constexpr,
-    GROUPS: tl.constexpr,
+@triton.jit
+def block_tile(
+    rows, cols, first_row, end_row, first_col, end_col, num_rows, num_cols,
+    DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     TMA: tl.constexpr,
-    PRECISE: tl.constexpr,
-):
-    """The weights W of `reference.gradients` for rows first_row:end_row and columns first_col:end_col."""
+):  # fmt: skip
+    """The first row and column of this program's tile of the block, and its similarities."""
     col_block, row_block = grouped_order(
         tl.program_id(0), tl.cdiv(end_col - first_col, BLOCK_C), tl.cdiv(end_row - first_row, BLOCK_R), GROUP
     )
     row = first_row + row_block * BLOCK_R
     col = first_col + col_block * BLOCK_C
-    similarity = similarity_tile(rows, cols, row, col, num_rows, num_cols, DIM, BLOCK_R, BLOCK_C, BLOCK_K, TMA)
-    at_row = row + tl.arange(0, BLOCK_R)
-    row_scales = load_scales(row_scale, at_row, end_row, ROW_VECTOR)
-    row_weight = tl.load(row_log_weight + at_row, at_row < end_row, float("-inf")).to(tl.float32)
+    return row, col, similarity_tile(rows, cols, row, col, num_rows, num_cols, DIM, BLOCK_R, BLOCK_C, BLOCK_K, TMA)
+
+
+@triton.jit
+def masked_halves(
+    similarity, row, col, end_row, end_col, offset, row_groups, col_groups,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, MASK_POSITIVES: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Both halves of a tile without the pairs that do not count, and whether all of them do."""
     plain = is_plain(row, col, end_row, end_col, offset, BLOCK_R, BLOCK_C, GROUPS)
     if not plain:
         similarity = leave_out(
             similarity, row, col, end_row, end_col, offset, row_groups, col_groups,
             BLOCK_R, BLOCK_C, MASK_POSITIVES, GROUPS,
         )  # fmt: skip
+    left, right = halves(similarity, BLOCK_R, BLOCK_C)
+    return left, right, plain
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def weights_kernel(
+    rows, cols, row_scale, row_log_weight, col_scale, col_log_weight, diagonal, row_groups, col_groups, out,
+    first_row, end_row, first_col, end_col, num_rows, num_cols, offset, stride,
+    DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    ROW_VECTOR: tl.constexpr, COL_VECTOR: tl.constexpr, BY_ROWS: tl.constexpr, BY_COLS: tl.constexpr,
+    MASK_POSITIVES: tl.constexpr, GROUPS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The weights W of `reference.gradients` for rows first_row:end_row and columns first_col:end_col."""
+    row, col, similarity = block_tile(
+        rows, cols, first_row, end_row, first_col, end_col, num_rows, num_cols,
+        DIM, BLOCK_R, BLOCK_C, BLOCK_K, GROUP, TMA,
+    )  # fmt: skip
+    at_row = row + tl.arange(0, BLOCK_R)
+    row_scales = load_scales(row_scale, at_row, end_row, ROW_VECTOR)
+    row_weight = tl.load(row_log_weight + at_row, at_row < end_row, float("-inf")).to(tl.float32)
+    left, right, plain = masked_halves(
+        similarity, row, col, end_row, end_col, offset, row_groups, col_groups,
+        BLOCK_R, BLOCK_C, MASK_POSITIVES, GROUPS,
+    )  # fmt: skip
     HALF: tl.constexpr = BLOCK_C // 2
-    ONE_SCALE: tl.constexpr = BY_ROWS and BY_COLS and not ROW_VECTOR and not COL_VECTOR and not PRECISE
+    ONE_SCALE: tl.constexpr = BY_ROWS and BY_COLS and not ROW_VECTOR and not COL_VECTOR
     same_scale = tl.load(row_scale) == tl.load(col_scale)
-    parts = halves(similarity, BLOCK_R, BLOCK_C)
+    parts = (left, right)
     for side in tl.static_range(2):
         part_col = col + side * HALF
         at_col = part_col + tl.arange(0, HALF)
         col_scales = load_scales(col_scale, at_col, end_col, COL_VECTOR)
         col_weight = tl.load(col_log_weight + at_col, at_col < end_col, float("-inf")).to(tl.float32)
         weights = exponential_weights(
-            parts[side], row_scales, row_weight, col_scales, col_weight, same_scale,
-            BY_ROWS, BY_COLS, ONE_SCALE, PRECISE,
-        )  # fmt: skip
+            parts[side], row_scales, row_weight, col_scales, col_weight, same_scale, BY_ROWS, BY_COLS, ONE_SCALE
+        )
         if not plain:
             weights = add_positives(weights, diagonal, row, part_col, end_row, offset, BLOCK_R, HALF)
         store_block(
@@ -185,92 +177,56 @@ def join_products(a, b):
 
 
 @triton.jit
-def sigmoid_and_softplus(similarity, scale, bias, PRECISE: tl.constexpr):
+def sigmoid_and_softplus(similarity, scale, bias):
     """sigmoid(z) and the rows' sums of softplus(z) = max(z, 0) + log(1 + exp(-|z|)), for z = scale s + bias.
 
-    The fast form takes one logarithm per row, of the product of all 1 + exp(-|z|); each is at most 2, so that float32
+    This takes one logarithm per row, of the product of all 1 + exp(-|z|); each is at most 2, so that float32
     holds the product over 64 columns and more. 1 / (1 + x) comes from a reciprocal root: division costs far more.
     """
-    if PRECISE:
-        logits = similarity * scale + bias
-        small = exponential(-tl.abs(logits), True)
-        sigmoid = tl.where(logits >= 0, 1.0, small) / (1.0 + small)
-        softplus = tl.sum(tl.maximum(logits, 0.0) + log_one_plus(small), 1)
-    else:
-        power = similarity * (scale * LOG2_E) + bias * LOG2_E
-        small = tl.exp2(-tl.abs(power))
-        root = tl.rsqrt(1.0 + small)
-        sigmoid = tl.where(power >= 0, 1.0, small) * (root * root)
-        product = tl.reduce(small, 1, join_products)
-        logarithm = tl.where(product < 1.0, log_one_plus(product), tl.log(1.0 + product))
-        softplus = tl.sum(tl.maximum(power, 0.0), 1) * LN_2 + logarithm
+    power = similarity * (scale * LOG2_E) + bias * LOG2_E
+    small = tl.exp2(-tl.abs(power))
+    root = tl.rsqrt(1.0 + small)
+    sigmoid = tl.where(power >= 0, 1.0, small) * (root * root)
+    product = tl.reduce(small, 1, join_products)
+    logarithm = tl.where(product < 1.0, log_one_plus(product), tl.log(1.0 + product))
+    softplus = tl.sum(tl.maximum(power, 0.0), 1) * LN_2 + logarithm
     return sigmoid, softplus
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def pairwise_kernel(
-    rows,
-    cols,
-    scale,
-    bias,
-    weight,
-    diagonal,
-    row_groups,
-    col_groups,
-    out,
-    partial,
-    first_row,
-    end_row,
-    first_col,
-    end_col,
-    num_rows,
-    num_cols,
-    offset,
-    stride,
-    kind_stride,
-    block_stride,
-    DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    MASK_POSITIVES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WANTED: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISE: tl.constexpr,
-):
-    """The weights of `reference.pairwise` (if WANTED) and each row's three sums over a tile's columns.
+    rows, cols, scale, bias, weight, diagonal, row_groups, col_groups, out, partial,
+    first_row, end_row, first_col, end_col, num_rows, num_cols, offset, stride, kind_stride, block_stride,
+    DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    STORE: tl.constexpr, MASK_POSITIVES: tl.constexpr, GROUPS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The weights of `reference.pairwise` (if STORE) and each row's three sums over a tile's columns.
 
-    `partial` (3, column blocks, rows) takes the sums of softplus, sigmoid, and sigmoid times similarity.
+    `partial` (3, column blocks, rows) receives the sums of softplus, sigmoid, and sigmoid times similarity.
     """
-    col_block, row_block = grouped_order(
-        tl.program_id(0), tl.cdiv(end_col - first_col, BLOCK_C), tl.cdiv(end_row - first_row, BLOCK_R), GROUP
-    )
-    row = first_row + row_block * BLOCK_R
-    col = first_col + col_block * BLOCK_C
-    similarity = similarity_tile(rows, cols, row, col, num_rows, num_cols, DIM, BLOCK_R, BLOCK_C, BLOCK_K, TMA)
-    plain = is_plain(row, col, end_row, end_col, offset, BLOCK_R, BLOCK_C, GROUPS)
-    if not plain:
-        similarity = leave_out(
-            similarity, row, col, end_row, end_col, offset, row_groups, col_groups,
-            BLOCK_R, BLOCK_C, MASK_POSITIVES, GROUPS,
-        )  # fmt: skip
+    row, col, similarity = block_tile(
+        rows, cols, first_row, end_row, first_col, end_col, num_rows, num_cols,
+        DIM, BLOCK_R, BLOCK_C, BLOCK_K, GROUP, TMA,
+    )  # fmt: skip
+    left, right, plain = masked_halves(
+        similarity, row, col, end_row, end_col, offset, row_groups, col_groups,
+        BLOCK_R, BLOCK_C, MASK_POSITIVES, GROUPS,
+    )  # fmt: skip
     HALF: tl.constexpr = BLOCK_C // 2
     scale_value = tl.maximum(tl.load(scale).to(tl.float32), SMALLEST_SCALE)
     bias_value = tl.load(bias).to(tl.float32)
     softplus_sum = tl.zeros((BLOCK_R,), tl.float32)
     sigmoid_sum = tl.zeros((BLOCK_R,), tl.float32)
     weighted_sum = tl.zeros((BLOCK_R,), tl.float32)
-    parts = halves(similarity, BLOCK_R, BLOCK_C)
+    parts = (left, right)
     for side in tl.static_range(2):
         part_col = col + side * HALF
         part = parts[side]
-        sigmoid, softplus = sigmoid_and_softplus(part, scale_value, bias_value, PRECISE)
+        sigmoid, softplus = sigmoid_and_softplus(part, scale_value, bias_value)
         softplus_sum += softplus
         sigmoid_sum += tl.sum(sigmoid, 1)
         weighted_sum += tl.sum(sigmoid * part, 1)
-        if WANTED:
+        if STORE:
             weights = sigmoid * tl.load(weight).to(tl.float32)
             if not plain:
                 weights = add_positives(weights, diagonal, row, part_col, end_row, offset, BLOCK_R, HALF)
