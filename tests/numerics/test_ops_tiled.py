@@ -29,7 +29,7 @@ def test_accuracy_of_many_tiles(case: Case, dtype: torch.dtype):
     check(tiled, case, dtype)
 
 
-def assert_outputs_close(found: dict[str, Any], expected: dict[str, Any], **tolerance: float) -> None:
+def assert_outputs_close(found: dict[str, Any], expected: dict[str, Any], **tolerance: Any) -> None:
     for name, value in expected.items():
         assert found[name].dtype == value.dtype
         torch.testing.assert_close(found[name], value, msg=lambda text, name=name: name + text, **tolerance)
