@@ -10,7 +10,6 @@ from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 from training_worker import vit_file
 
-from leanclip.cli.train import prepare
 from leanclip.config import override
 from leanclip.data import TrainingLoader
 from leanclip.data.datasets import BUNDLED
@@ -20,6 +19,7 @@ from leanclip.runs.config import ParallelConfig
 from leanclip.runs.stopping import Stopping
 from leanclip.training import set_up, train
 from leanclip.training.nonfinite import NotFiniteError
+from leanclip.training_run import prepare
 
 
 def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, stop_at=None, **settings):

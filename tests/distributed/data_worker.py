@@ -10,12 +10,12 @@ from resume_worker import Killed, KilledAfter
 from rich.console import Console
 from training_worker import vit_file
 
-from leanclip.cli.train import prepare
 from leanclip.config import override
 from leanclip.errors import UserError
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.training import set_up, train
 from leanclip.training.loop import _Trainer
+from leanclip.training_run import prepare
 
 
 def train_on_shards(ranks, folder, pattern, logs, stop, resume=False, workers=0, max_broken=1.0):

@@ -6,13 +6,13 @@ from pathlib import Path
 from rich.console import Console
 from training_worker import vit_file
 
-from leanclip.cli.train import prepare
 from leanclip.config import override
 from leanclip.data.datasets import BUNDLED
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.runs.config import ParallelConfig
 from leanclip.runs.stopping import Stopping
 from leanclip.training import set_up, train
+from leanclip.training_run import prepare
 
 
 class Killed(BaseException):

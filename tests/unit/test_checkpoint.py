@@ -219,7 +219,7 @@ def test_nothing_that_was_set_aside_is_lost(run, capsys):
     shutil.copytree(checkpoints / "step_00000008", checkpoints / "best")
     for best in ("aside_best", "aside_best_2"):
         assert train(run, resume=checkpoints / "step_00000004", max_steps=6) == 0
-        assert f"{best} has the best weights so far" in capsys.readouterr().err
+        assert f"kept as {best}" in capsys.readouterr().err
     kept = [f"aside_{name}" for name in ("best", "best_2", "step_00000006", "step_00000006_2", "step_00000008")]
     assert names(run) == [*kept, "best", "last", "step_00000004", "step_00000006"]
     verify(checkpoints / "aside_step_00000006_2")

@@ -117,7 +117,7 @@ def test_it_saves_and_the_run_goes_on(tmp_path, capsys):
     said = job.communicate(timeout=60)[0].replace("\n", " ")
     assert job.returncode == INTERRUPTED, said
     assert "Traceback" not in said and said.count("Ctrl-C: the run stops after this step and saves") == 1
-    assert "stopped, since Ctrl-C was pressed: the same command with --resume auto goes on" in said
+    assert "stopped, since Ctrl-C was pressed: the same command with --resume auto" in said
     (step,) = [int(name[5:]) for name in names(tmp_path) if name.startswith("step_")]
     assert json.loads((tmp_path / "logs/run/run.json").read_text())["status"] == "stopped"
     assert train(tmp_path, save_every=0, resume="auto", max_steps=step + 2, epochs=100000) == 0

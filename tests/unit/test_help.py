@@ -7,7 +7,8 @@ import pytest
 
 from leanclip.cli import main
 from leanclip.cli.evaluate import EvaluateCommand
-from leanclip.cli.parse import sections_of, typed_values
+from leanclip.cli.flags import sections_of
+from leanclip.cli.parse import typed_values
 from leanclip.cli.plan import PlanCommand
 from leanclip.cli.train import TrainCommand
 from refusal import refusal_code

@@ -15,6 +15,7 @@ SOURCE = Path(leanclip.__file__).parent
 TIERS = (
     ("cli",),
     ("api", "recipes", "planning", "reporting"),
+    ("training_run",),
     ("config",),
     ("training",),
     ("inference",),

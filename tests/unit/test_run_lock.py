@@ -14,6 +14,7 @@ from leanclip.cli import main
 from leanclip.errors import UserError
 from leanclip.runs import run_directory
 from leanclip.runs.run_directory import RunDirectory
+from refusal import refusal_code
 
 FEW = ["--recipe", "demo", "--batch-size", "64", "--max-steps", "1", "--eval-every", "0", "--workers", "0"]
 TRIES = """
@@ -118,7 +119,7 @@ def test_a_run_that_began_and_ended_meanwhile_is_not_begun_anew(
     tmp_path, holder_of, while_waiting, capsys, monkeypatch
 ):
     """Nothing was there when the second one looked."""
-    from leanclip.cli import train as command
+    from leanclip import training_run as command
 
     original = command.set_up
 
@@ -129,7 +130,7 @@ def test_a_run_that_began_and_ended_meanwhile_is_not_begun_anew(
 
     monkeypatch.setattr(command, "set_up", slow)
     assert train(tmp_path, "--resume", "auto") == 2
-    assert f"another run has written {tmp_path / 'run'} meanwhile" in capsys.readouterr().err
+    assert refusal_code(capsys.readouterr().err) == "run.in_use"
 
 
 def test_one_process_writes_a_run_once(tmp_path):
@@ -162,7 +163,7 @@ def test_a_lock_is_not_inherited(tmp_path):
 
 
 def test_a_run_holds_its_directory_until_it_is_over(tmp_path, monkeypatch):
-    from leanclip.cli import train as command
+    from leanclip import training_run as command
 
     original, found = command.train, []
 

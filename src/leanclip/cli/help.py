@@ -3,20 +3,18 @@
 import re
 import shutil
 import textwrap
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from leanclip.cli.parse import Flag, Section
+from leanclip.cli.flags import Flag, Section
 
 WIDEST = 100
 NAMES = 26  # columns of a flag; longer ones have a line of their own
 NARROW, NARROWEST = 60, 40  # below the first every flag has its own line; nothing is narrower than the second
 
 
-def show(command: str, description: str, sections: "list[Section]", *, everything: bool) -> None:
+def show(command: str, description: str, sections: list[Section], *, everything: bool) -> None:
     """Print the help. Without `everything`, only common flags, if a command marks any, and their first sentences."""
     console = Console(highlight=False, soft_wrap=True)
     width = max(min(shutil.get_terminal_size().columns, WIDEST), NARROWEST)
@@ -37,7 +35,7 @@ def show(command: str, description: str, sections: "list[Section]", *, everythin
         console.print(Text(f"{command} --help-all explains all {len(flags)} settings."))
 
 
-def print_section(console: Console, title: str, about: str, flags: "list[Flag]", *, width: int, short: bool) -> None:
+def print_section(console: Console, title: str, about: str, flags: list[Flag], *, width: int, short: bool) -> None:
     console.print(Text(title, style="bold"))
     if about:
         console.print(Text(wrapped(about, width, "  ")))
@@ -51,7 +49,7 @@ def print_section(console: Console, title: str, about: str, flags: "list[Flag]",
     console.print()
 
 
-def signature(flag: "Flag") -> str:
+def signature(flag: Flag) -> str:
     """The flag with what it takes: --image-mean FLOAT FLOAT FLOAT, --no-pad-text, RUN ..."""
     if flag.positional:
         return flag.name + (" ..." if flag.accepts.length == 0 else "")
@@ -61,7 +59,7 @@ def signature(flag: "Flag") -> str:
     return f"{flag.name} [{taken}]" if flag.bare is not None else f"{flag.name} {taken}"
 
 
-def explanation(flag: "Flag", *, short: bool) -> str:
+def explanation(flag: Flag, *, short: bool) -> str:
     """The docstring, or its first sentence, with the default unless that is none or stands in the text."""
     text = f"{flag.help.partition('. ')[0].rstrip('.')}." if short else flag.help
     value = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else flag.default

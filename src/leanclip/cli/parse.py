@@ -5,16 +5,14 @@ default is a positional argument. Fields of nested dataclasses are flags like th
 """
 
 import argparse
-import ast
 import difflib
-import inspect
-import textwrap
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass, replace
-from itertools import chain, pairwise
-from typing import Any, NamedTuple, NoReturn, TypeVar, get_type_hints
+from dataclasses import fields, is_dataclass, replace
+from itertools import chain
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from leanclip.cli import help
+from leanclip.cli.flags import Flag, Section, sections_of
 from leanclip.errors import UserError
 from leanclip.settings import Accepted
 
@@ -31,35 +29,6 @@ OTHER_NAMES = {  # in other programs
 }
 HELP = {"-h", "--help", "--help-all"}
 T = TypeVar("T")
-
-
-class Flag(NamedTuple):
-    """A field as the command line shows it."""
-
-    field: str
-    accepts: Accepted
-    help: str
-    default: Any
-    common: bool
-
-    @property
-    def positional(self) -> bool:
-        return self.default is MISSING
-
-    @property
-    def name(self) -> str:
-        return self.field.upper() if self.positional else f"--{self.field.replace('_', '-')}"
-
-    @property
-    def bare(self) -> Any:
-        """The value of the flag alone, where it may stand alone."""
-        return True if bool in self.accepts.kinds else "on" if "on" in self.accepts.choices else None
-
-
-class Section(NamedTuple):
-    title: str
-    about: str
-    flags: list[Flag]
 
 
 def parse(
@@ -83,39 +52,6 @@ def parse(
         return assemble(kind, default, typed)
     except ValueError as error:
         raise UserError(str(error), code="config.bad_value") from error
-
-
-def sections_of(
-    kind: type, default: Any = None, title: str = "Options", about: str = "", *, common: bool = True
-) -> list[Section]:
-    """The flags of a dataclass, under headings: its own ones first, then those of each nested dataclass."""
-    hints, texts = get_type_hints(kind), field_texts(kind)
-    flags: list[Flag] = []
-    nested: list[Section] = []
-    for entry in fields(kind):
-        hint, value = hints[entry.name], getattr(default, entry.name, entry.default)
-        if is_dataclass(hint):
-            assert isinstance(hint, type)
-            text = inspect.cleandoc(hint.__doc__ or "")
-            heading, rest = (entry.name.capitalize(), text) if text.endswith(".") else (text, "")
-            inner = hint() if value is MISSING else value
-            shown = common and entry.metadata.get("common", True)
-            nested += sections_of(hint, inner, heading, rest, common=shown)
-        else:
-            shown = common and entry.metadata.get("common", False)
-            flags.append(Flag(entry.name, Accepted.of(hint), texts.get(entry.name, ""), value, shown))
-    return ([Section(title, about, flags)] if flags else []) + nested
-
-
-def field_texts(kind: type) -> dict[str, str]:
-    """The docstrings under the fields of a dataclass, each as one line."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(definition, ast.ClassDef)
-    texts = {}
-    for entry, text in pairwise(definition.body):
-        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(text, ast.Expr):
-            texts[entry.target.id] = " ".join(ast.literal_eval(text.value).split())
-    return texts
 
 
 def typed_values(sections: list[Section], words: list[str], *, command: str, positionals: bool) -> dict[str, Any]:

@@ -1,0 +1,153 @@
+"""A training run from its configuration to its last checkpoint, without a command line."""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from leanclip import __version__
+from leanclip.checkpointing.checkpoint import copy_best, set_aside, step_directories, tidy
+from leanclip.checkpointing.resume import AUTO, LATEST
+from leanclip.config import save_toml
+from leanclip.device import device_of
+from leanclip.distributed import Heartbeat, Ranks, detect_launch, device_for, launch_id, process_group, was_restarted
+from leanclip.errors import UserError
+from leanclip.filesystem import write_atomically
+from leanclip.progress import ACTIVITY
+from leanclip.runs import RunDirectory, TrainConfig
+from leanclip.runs.config import RunConfig
+from leanclip.runs.defaults import default_name
+from leanclip.runs.stopping import Stopping
+from leanclip.training import Job, describe, set_up, train
+
+
+class FinishedRun(NamedTuple):
+    directory: RunDirectory
+    checkpoint: Path  # the last one
+    stopped: str | None  # why the run ended before its last step
+
+
+def run_training(config: TrainConfig, *, began: float | None = None, quiet: bool = False) -> FinishedRun:
+    """Train. --max-hours counts from `began`, a time.monotonic(). Signal handlers are restored at the end."""
+    began = time.monotonic() if began is None else began
+    with joined_processes(config) as (config, heartbeat):
+        if was_restarted():
+            config = replace(config, run=Ranks.current().broadcast_from_first(lambda: continued(config).run))
+        stop = Stopping(heartbeat.store, hours=config.run.max_hours, began=began)
+        with stop.listening(), contextlib.ExitStack() as lock:
+            # Before the checkpoint to resume from is chosen: another process may be writing the run.
+            locked = Ranks.current().broadcast_from_first(lambda: lock_existing(config.run, lock))
+            job = set_up(config)
+            directory, console = directory_of(job), console_of(job, quiet=quiet)
+            job.context.ranks.broadcast_from_first(lambda: prepare_locked(job, directory, None if locked else lock))
+            announce(job, console)
+            checkpoint, stopped = train(job, directory, console, ACTIVITY.advance, stop)
+    if stopped:
+        name = "" if config.run.name else f"--name {directory.path.name} "
+        console.print(f"stopped, since {stopped}: the same command with {name}--resume auto continues the run")
+    console.print(f"checkpoint: {checkpoint}", f"report:     leanclip report {directory.path}", sep="\n")
+    return FinishedRun(directory, checkpoint, stopped)
+
+
+@contextlib.contextmanager
+def joined_processes(config: TrainConfig) -> Iterator[tuple[TrainConfig, Heartbeat]]:
+    """Inside, this process has joined the others of the run. Yields the configuration with its device filled in."""
+    launch = detect_launch()
+    config = replace(config, run=replace(config.run, device=device_for(launch, config.run.device)))
+    device, parallel = device_of(config.run.device), config.parallel
+    with process_group(launch, device, timeout=parallel.dist_timeout, always=parallel.fsdp) as heartbeat:
+        yield config, heartbeat
+
+
+def directory_of(job: Job) -> RunDirectory:
+    assert job.config.run.name is not None
+    return RunDirectory(Path(job.config.run.logs) / job.config.run.name)
+
+
+def console_of(job: Job, *, quiet: bool = False) -> Console:
+    """Where the first process prints; the others print nothing."""
+    return Console(soft_wrap=True, highlight=False, quiet=quiet or not job.context.ranks.first)
+
+
+def continued(config: TrainConfig) -> TrainConfig:
+    """The configuration after torchrun has restarted the processes: the run resumes and is not overwritten."""
+    run = config.run
+    name = run.name or default_name(config)
+    directory = RunDirectory(Path(run.logs) / name)
+    if directory.facts().get("launch") != launch_id():  # this launch had not prepared the directory yet
+        return config
+    saved = bool(step_directories(directory.checkpoints))
+    resume = AUTO if saved or run.resume in (None, LATEST) else run.resume
+    reset = run.reset_loss_state and not saved
+    return replace(config, run=replace(run, name=name, resume=resume, reset_loss_state=reset, overwrite=False))
+
+
+def announce(job: Job, console: Console) -> None:
+    """Print what the user should know before the first step."""
+    if broken := job.data.train.source.broken:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in broken.items())
+        console.print(f"left out of the training data: {kinds}")
+    for note in (job.data.note, *job.notes):
+        if note:
+            console.print(note)
+    if job.resume_from is not None:
+        console.print(f"resumed from {job.resume_from} at step {job.position.step} of {job.steps}")
+    if reason := job.model.padded_because:
+        console.print(f"captions run padded to the context length: {reason}")
+    if job.context.micro_batches > 1:
+        samples = -(-job.context.ranks.largest_share(job.loader.batch) // job.context.micro_batches)
+        console.print(f"micro-batches: {job.context.micro_batches} of {samples} samples a step")
+
+
+def lock_existing(run: RunConfig, lock: contextlib.ExitStack) -> bool:
+    """Lock the run directory if the run exists; a new one is locked when its directory is made."""
+    directory = RunDirectory(Path(run.logs) / (run.name or ""))
+    if run.name is None or not directory.is_run:
+        return False
+    with writable(directory):
+        lock.enter_context(directory.held())
+    return True
+
+
+def prepare_locked(job: Job, directory: RunDirectory, lock: contextlib.ExitStack | None) -> None:
+    """Prepare the run directory, and lock it first unless that has been done."""
+    with writable(directory):
+        if lock is not None and lock.enter_context(directory.held()):
+            raise UserError(f"{directory.path} was written by another run meanwhile; retry", code="run.in_use")
+        prepare(job, directory)
+
+
+@contextlib.contextmanager
+def writable(directory: RunDirectory) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = f"cannot write {directory.path} ({error.strerror}); give another --logs"
+        raise UserError(reason, code="run.not_writable") from error
+
+
+def prepare(job: Job, directory: RunDirectory) -> None:
+    """Write what a run directory holds before the first step; later checkpoints than the resumed one move aside."""
+    run = job.config.run
+    directory.prepare(overwrite=run.overwrite, beginning=run.resume == AUTO, resume_from=job.resume_from)
+    tidy(directory.checkpoints)
+    if names := set_aside(directory.checkpoints, job.position.step):
+        if best := copy_best(directory.checkpoints):
+            print(f"leanclip: the best weights so far are kept as {best}", file=sys.stderr)
+        for name in names:
+            print(f"leanclip: a checkpoint after this step was moved aside, kept as {name}", file=sys.stderr)
+    directory.describe(**describe(job, __version__), launch=launch_id())
+    save_toml(repeatable(job.config), directory.config)
+    if (manifest := job.data.train.source.manifest()) is not None:
+        write_atomically(directory.manifest, json.dumps(manifest, indent=1))
+
+
+def repeatable(config: TrainConfig) -> TrainConfig:
+    """The configuration as it is saved, without the settings that only say how this process was started."""
+    return replace(config, run=replace(config.run, resume=None, reset_loss_state=False, overwrite=False, device=None))
