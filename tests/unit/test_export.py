@@ -102,7 +102,7 @@ def test_transformers_gives_our_embeddings(quick_gelu, custom_text, tmp_path, no
     assert pixels.shape == ours.shape and float((pixels - ours).abs().max()) < 2 / 255 / 0.26  # rounding when resized
 
     card = (out / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: transformers") and "| embedding size | 32 |" in card
+    assert card.startswith("---\nlibrary_name: transformers") and "| Embedding size | 32 |" in card
 
 
 def test_the_exported_tokenizer_is_open_clips(tmp_path, capsys):

@@ -188,6 +188,15 @@ def test_running_run_says_what_is_not_there_yet(tmp_path: Path):
     assert figures(run)["Text-to-image recall@10"] == ("–", "not evaluated yet")
 
 
+@pytest.mark.parametrize(
+    ("status", "icon"),
+    [("running", "▶"), ("finished", "✓"), ("stopped", "⏸"), ("failed", "✕"), ("strange", "?")],
+)
+def test_badge_of_every_status_that_a_run_writes(tmp_path: Path, status: str, icon: str):
+    html = page(write_run(tmp_path, [train_row(10)], status=status))
+    assert f'status-{"unknown" if icon == "?" else status}">{icon} {status}</span>' in html
+
+
 def test_run_with_only_the_evaluation_before_training(tmp_path: Path):
     html = page(write_run(tmp_path, [eval_row(0, 0.04)], status="running"))
     assert "No training step logged yet." in html

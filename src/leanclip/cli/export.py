@@ -1,7 +1,6 @@
 """leanclip export: a trained model for other libraries."""
 
 import contextlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,9 @@ from leanclip.errors import UserError
 from leanclip.inference import find_model, load_model
 from leanclip.models import ModelConfig, TwoTower, create_model
 from leanclip.models.export import TOLERANCE, Exported, export_open_clip, export_transformers
-from leanclip.runs.model_card import one_line
+from leanclip.runs import RunDirectory
+from leanclip.runs.metrics import read_results
+from leanclip.runs.model_card import model_card
 
 DESCRIPTION = """Write a trained model for other libraries, read it back and compare its embeddings before saying so.
 
@@ -84,92 +85,21 @@ def _export(model: TwoTower, source: Path, out: Path, command: ExportCommand) ->
             raise UserError(f"{out} is no model directory, so --overwrite leaves it alone; give another name")
     elif out.exists():
         raise UserError(f"{out} is a file; a transformers export is a directory")
-    return export_transformers(model, out, lambda: model_card(model, _run_of(source), out.name))
+    return export_transformers(model, out, lambda: _card(model, source, out.name))
 
 
-def _run_of(source: Path) -> dict[str, Any]:
-    """What run.json says of the run that a checkpoint belongs to, and its last evaluation."""
-    for parent in (source.resolve(), *source.resolve().parents[:2]):
-        described = parent / "run.json"
-        if described.is_file():
-            lines = (
-                (parent / "metrics.jsonl").read_text().splitlines() if (parent / "metrics.jsonl").is_file() else []
-            )
-            evaluated = [json.loads(line) for line in lines if '"kind": "eval"' in line]
-            return json.loads(described.read_text()) | ({"evaluation": evaluated[-1]} if evaluated else {})
-    return {}
-
-
-def model_card(model: TwoTower, run: dict[str, Any], name: str) -> str:
-    """README.md of an exported model: what it is, how it was trained, how it is used."""
-    title = one_line(run.get("name") or name)
+def _card(model: TwoTower, source: Path, name: str) -> str:
+    run = RunDirectory.containing(source)
     size = model.preprocess.size
-    facts = {
-        "architecture": Path(run["model"]).name.removesuffix(".json") if "model" in run else None,
-        "loss": run.get("loss"),
-        "training samples": f"{run['train_samples']:,}" if "train_samples" in run else None,
-        "global batch": run.get("global_batch"),
-        "steps": run.get("steps"),
-        "parameters": f"{sum(parameter.numel() for parameter in model.clip.parameters()):,}",
-        "embedding size": model.config["embed_dim"],
-        "image size": size if isinstance(size, int) else " x ".join(str(side) for side in size),
-        "context length": model.config["text_cfg"].get("context_length", 77),
-        "temperature": f"{model.temperature():.4f}",
+    facts: dict[str, Any] = {"name": name, "version": __version__} | ({} if run is None else run.facts())
+    facts |= {
+        "model": Path(str(facts.get("model") or "unknown")).name.removesuffix(".json"),
+        "parameters": sum(parameter.numel() for parameter in model.clip.parameters()),
+        "architecture": {
+            "Embedding size": model.config["embed_dim"],
+            "Image size": size if isinstance(size, int) else " x ".join(str(side) for side in size),
+            "Context length": model.config["text_cfg"].get("context_length", 77),
+            "Temperature": f"{model.temperature():.4f}",
+        },
     }
-    rows = [f"| {key} | {one_line(value)} |" for key, value in facts.items() if value is not None]
-    evaluation = run.get("evaluation")
-    figures = []
-    if evaluation:
-        figures = [
-            "## Held-out retrieval",
-            "",
-            f"At step {evaluation['step']}, on data held out from the training:",
-            "",
-        ]
-        figures += ["| | |", "|---|---|"]
-        figures += [
-            f"| {one_line(key.replace('_', ' '))} | {value:.1%} |"
-            for key, value in evaluation["metrics"].items()
-            if "@" in key
-        ]
-        figures += [""]
-    notes = [f"{one_line(note)}\n" for note in run.get("notes", ())]
-    return "\n".join(
-        [
-            "---",
-            "library_name: transformers",
-            "pipeline_tag: zero-shot-image-classification",
-            "tags:",
-            "- clip",
-            "- leanclip",
-            "---",
-            "",
-            f"# {title}",
-            "",
-            f"A CLIP model, trained with leanclip {one_line(run.get('version', __version__))}.",
-            "",
-            "| | |",
-            "|---|---|",
-            *rows,
-            "",
-            *figures,
-            *notes,
-            "## Use",
-            "",
-            "```python",
-            "from PIL import Image",
-            "from transformers import CLIPModel, CLIPProcessor",
-            "",
-            f'model, processor = CLIPModel.from_pretrained("{name}"), CLIPProcessor.from_pretrained("{name}")',
-            'inputs = processor(text=["a cat", "a dog"], images=Image.open("picture.jpg"),',
-            '                   return_tensors="pt", padding=True, truncation=True)',
-            "print(model(**inputs).logits_per_image.softmax(-1))",
-            "```",
-            "",
-            "## Limits",
-            "",
-            "It knows what its training data show, and their errors and biases. Nothing else is known about it until",
-            "it is measured on data like yours. The licence is for those who trained it to say.",
-            "",
-        ]
-    )
+    return model_card(facts, {} if run is None else read_results(run.metrics), library="transformers")

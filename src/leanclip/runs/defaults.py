@@ -117,9 +117,9 @@ def _model_of(weights: str | None) -> str | None:
     directory = None if weights is None else find_weights(Path(weights))
     if weights is None or directory is None or not (directory / CONFIG_FILE).is_file():
         return None
-    path = Path(weights).resolve()
-    names = [RunDirectory(folder).facts().get("model") for folder in (path, path.parent.parent)]
-    return named_architecture(directory / CONFIG_FILE, [name for name in names if isinstance(name, str)])
+    run = RunDirectory.containing(Path(weights))
+    name = None if run is None else run.facts().get("model")
+    return named_architecture(directory / CONFIG_FILE, [name] if isinstance(name, str) else [])
 
 
 def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | None]:

@@ -18,6 +18,8 @@ from leanclip.filesystem import write_atomically
 from leanclip.runs.histograms import Histogram
 from leanclip.runs.trackers import Tracker
 
+INCOMPLETE = 2**62  # instead of a step: a line that a killed run did not finish
+
 
 class Result(NamedTuple):
     """The last evaluation on a set."""
@@ -51,12 +53,8 @@ class MetricsLog:
         self._waiting.clear()
         if resume_at is not None and self.path.is_file():
             lines = self.path.read_text(errors="replace").splitlines()
-            kept = [line for line in lines if _step(line) <= resume_at]
-            write_atomically(self.path, "".join(line + "\n" for line in kept))
-            self.results.clear()
-            for record in map(json.loads, kept):
-                if record.get("kind") == "eval":
-                    self.results[record["set"]] = Result(record["step"], record["metrics"])
+            write_atomically(self.path, "".join(line + "\n" for line in lines if _step(line) <= resume_at))
+            self.results = read_results(self.path)
         self._file = self.path.open("ab", buffering=0)
         self._size = self.path.stat().st_size
 
@@ -116,6 +114,15 @@ class MetricsLog:
                 self.warn(f"metrics.jsonl cannot be written ({error.strerror}); its lines wait")
 
 
+def read_results(path: Path) -> dict[str, Result]:
+    """The last evaluation on each set in a metrics.jsonl; incomplete lines do not count."""
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    records = [json.loads(line) for line in lines if _step(line) != INCOMPLETE]
+    return {
+        record["set"]: Result(record["step"], record["metrics"]) for record in records if record.get("kind") == "eval"
+    }
+
+
 def finite(value: Any) -> Any:
     """JSON has no NaN: such a number becomes null."""
     if isinstance(value, dict):
@@ -148,4 +155,4 @@ def _step(line: str) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError):
-        return 2**62  # the half line of a killed run goes
+        return INCOMPLETE

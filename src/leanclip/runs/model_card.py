@@ -1,25 +1,26 @@
-"""The model card: README.md beside the weights, with the front matter that model hubs read."""
+"""The model card of a run, a checkpoint or an export: README.md with the front matter that model hubs read."""
 
 import math
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 from leanclip.runs.metrics import Result
 
 FRONT = """---
-library_name: open_clip
+library_name: {library}
 pipeline_tag: zero-shot-image-classification
 license: unknown
 tags:
 - clip
-- open_clip
+- {library}
 - leanclip
 ---
 """
 
-USE = """## Use
+USE = {
+    "open_clip": """## Use
 
 ```python
 import open_clip
@@ -29,42 +30,62 @@ tokenizer = open_clip.get_tokenizer("local-dir:PATH")
 ```
 
 or, with leanclip, `model, preprocess, tokenizer = leanclip.load("PATH")`.
-"""
+""",
+    "transformers": """## Use
+
+```python
+from PIL import Image
+from transformers import CLIPModel, CLIPProcessor
+
+model, processor = CLIPModel.from_pretrained("PATH"), CLIPProcessor.from_pretrained("PATH")  # this directory
+inputs = processor(text=["a cat", "a dog"], images=Image.open("image.jpg"),
+                   return_tensors="pt", padding=True, truncation=True)
+print(model(**inputs).logits_per_image.softmax(-1))
+```
+""",
+}
 
 LIMITS = """## Limits
 
 The licence is unknown until you write one into the first lines of this file: it depends on the training data. The
-model was trained on pairs of pictures and captions as they are, with their errors and prejudices, and it shows them.
-The figures above hold for the named sets only; evaluate it on your own data before you rely on it.
+model learned from images and captions as they are, and reproduces their errors and biases. The results above hold for
+the named sets only; evaluate the model on your own data before you rely on it.
 """
 
 
-def model_card(facts: Mapping[str, Any], results: Mapping[str, Result], *, step: int) -> str:
-    """The card of a run after `step` steps: `facts` is what run.json says, `results` each set's last evaluation."""
-    name = one_line(facts.get("name") or "model")
+def model_card(
+    facts: Mapping[str, Any],
+    results: Mapping[str, Result],
+    *,
+    step: int | None = None,
+    library: Literal["open_clip", "transformers"] = "open_clip",
+) -> str:
+    """The card after `step` steps: `facts` is the content of run.json, `results` the last evaluation on each set."""
     parts = [
-        FRONT,
-        f"# {name}\n",
-        f"A CLIP model ({one_line(facts.get('model') or 'unknown')}): one network for pictures, one for text, both"
-        f" mapped to the same space. Trained with leanclip {one_line(facts.get('version') or '')};"
-        " every setting is in `config.toml`.\n",
+        FRONT.format(library=library),
+        f"# {one_line(facts.get('name') or 'model')}\n",
+        f"A CLIP model ({one_line(facts.get('model') or 'unknown')}): an image encoder and a text encoder in one"
+        f" embedding space. Trained with leanclip {one_line(facts.get('version') or '')}."
+        + (" Every setting is in `config.toml`.\n" if library == "open_clip" else "\n"),
         *(f"> {one_line(note)}\n" for note in facts.get("notes") or ()),
         "## Training\n",
         training(facts, step),
         "## Results\n",
         *(evaluation(set_name, result) for set_name, result in results.items()),
         *(() if results else ("Not evaluated.\n",)),
-        USE,
+        USE[library],
         LIMITS,
     ]
     return "\n".join(parts)
 
 
-def training(facts: Mapping[str, Any], step: int) -> str:
+def training(facts: Mapping[str, Any], step: int | None) -> str:
     planned = facts.get("steps")
+    step = planned if step is None else step
     rows = {
         "Loss": facts.get("loss"),
         "Parameters": grouped(facts.get("parameters")),
+        **(facts.get("architecture") or {}),
         "Training pairs": grouped(facts.get("train_samples")),
         "Global batch": grouped(facts.get("global_batch")),
         "Steps": grouped(step) + (f" of {grouped(planned)}" if planned not in (None, step) else ""),
@@ -77,9 +98,9 @@ def training(facts: Mapping[str, Any], step: int) -> str:
 
 
 def evaluation(name: str, result: Result) -> str:
-    shown = [(key, figure(key, value)) for key, value in result.metrics.items()]
+    rows = [(key, figure(key, value)) for key, value in result.metrics.items()]
     when = "before training" if result.step == 0 else f"after step {result.step:,}"
-    return f"On {one_line(name)}, {when}:\n\n" + table(("metric", "value"), shown)
+    return f"On {one_line(name)}, {when}:\n\n" + table(("metric", "value"), rows)
 
 
 def figure(name: str, value: float | None) -> str:
@@ -100,6 +121,6 @@ def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
 
 
 def one_line(text: object) -> str:
-    """Text from anywhere as one line of Markdown that means itself: no HTML, no table borders."""
+    """Untrusted text as one line of escaped Markdown: no HTML, no table borders."""
     flat = " ".join(str(text).split())
     return escape(re.sub(r"([\\|\[\]*`])", r"\\\1", flat), quote=False)

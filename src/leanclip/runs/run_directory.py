@@ -45,6 +45,12 @@ LIBRARIES = ("open_clip_torch", "timm", "torchvision", "numpy", "pillow")
 class RunDirectory:
     path: Path
 
+    @classmethod
+    def containing(cls, path: Path) -> "RunDirectory | None":
+        """The run at a path: a run directory, or the one that a checkpoint belongs to."""
+        candidates = (cls(directory) for directory in (path.resolve(), *path.resolve().parents[:2]))
+        return next((run for run in candidates if run.is_run), None)
+
     @property
     def config(self) -> Path:
         return self.path / "config.toml"
