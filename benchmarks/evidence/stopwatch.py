@@ -55,7 +55,7 @@ def leanclip(watch: Stopwatch, model: str, arguments: list[str]) -> None:
 def open_clip(watch: Stopwatch, model: str, arguments: list[str]) -> None:
     import open_clip
 
-    from leanclip.models.kernel_barriers import mend_compiled_kernels
+    from leanclip.models.kernel_barriers import add_kernel_barriers
 
     if importlib.util.find_spec("pandas") is None:
         sys.modules["pandas"] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("pandas", None))
@@ -67,7 +67,7 @@ def open_clip(watch: Stopwatch, model: str, arguments: list[str]) -> None:
         loading.tar_file_expander = functools.partial(loading.tar_file_expander, eof_value=None)
 
     if "--torchcompile" in arguments:
-        mend_compiled_kernels()
+        add_kernel_barriers()
     open_clip.add_model_config(model)
     evaluate, train_one_epoch = trainer.evaluate, trainer.train_one_epoch
 

@@ -14,7 +14,7 @@ __all__ = ["find_model", "load", "load_model"]
 def load(run_or_checkpoint: str | Path) -> tuple[TwoTower, Callable[..., Tensor], Callable[..., Tensor]]:
     """See `leanclip.load`."""
     model = load_model(find_model(Path(run_or_checkpoint))).eval()
-    return model, model.transform(train=False), model.tokenizer
+    return model, model.transform(), model.tokenizer
 
 
 def find_model(path: Path) -> Path:

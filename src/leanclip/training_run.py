@@ -98,7 +98,7 @@ def announce(job: Job, console: Console) -> None:
             console.print(note)
     if job.resume_from is not None:
         console.print(f"resumed from {job.resume_from} at step {job.position.step} of {job.steps}")
-    if reason := job.model.padded_because:
+    if reason := job.model.padding_reason:
         console.print(f"captions run padded to the context length: {reason}")
     if job.context.micro_batches > 1:
         samples = -(-job.context.ranks.largest_share(job.loader.batch) // job.context.micro_batches)

@@ -59,7 +59,7 @@ def test_every_family_of_models_is_rehearsed(family):
     calls = calls_of(model)
     for call in calls:
         call()
-    assert len(calls) == 1 + 2 * model.own_image + 4 * (model.end_of_text is not None)
+    assert len(calls) == 1 + 2 * model.blockwise_image + 4 * (model.end_of_text is not None)
 
 
 def test_a_program_that_ends_early_ends_as_it_should():

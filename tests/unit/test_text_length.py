@@ -25,7 +25,7 @@ PADDED = {
 )
 def test_embeddings_and_gradients_are_open_clips(family, dtype):
     model = model_of(*FAMILIES[family]).to(dtype).train()
-    assert model.padded_because is None and model.end_of_text is not None
+    assert model.padding_reason is None and model.end_of_text is not None
     images = torch.randn(11, 3, 32, 32, dtype=dtype)
     tokens = captions(eos=2 if model.end_of_text.eos == 2 else 96)
     names = list(model.state_dict())
@@ -46,7 +46,7 @@ def test_embeddings_and_gradients_are_open_clips(family, dtype):
 def test_other_text_towers_stay_padded_and_say_why(reason):
     base, text = PADDED[reason]
     model = model_of(base, {}, text)
-    assert model.end_of_text is None and reason in str(model.padded_because)
+    assert model.end_of_text is None and reason in str(model.padding_reason)
     tokens = captions()
     assert model.texts(tokens) is tokens
     if not text.get("output_tokens"):

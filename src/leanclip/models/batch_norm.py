@@ -1,7 +1,7 @@
-"""Batch normalisation's running averages: one update per step, alike on all ranks, whatever the micro-batches.
+"""Batch normalisation's running averages: one update per step, equal on all ranks, for any number of micro-batches.
 
-The statistics that normalise are those of each micro-batch on each rank: the one thing about micro-batches and ranks
-that is not exact. The running averages move once a step, by the mean over micro-batches and ranks.
+Each micro-batch on each rank is normalised by its own statistics: the one thing about micro-batches and ranks that is
+not exact. The running averages move once per step, by the mean over micro-batches and ranks.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class RunningAverages:
-    """Those of all batch-norm layers of a model; most models have none, and then nothing here does anything."""
+    """The running averages of all batch-norm layers of a model; without such layers every method does nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = [
@@ -29,21 +29,20 @@ class RunningAverages:
         self.before: list[Tensor] = []
 
     def remember(self) -> None:
-        """Before a step, for `restore`."""
+        """Store the values before a step, for `restore`."""
         self.before = [buffer.clone() for buffer in self._averages() + self._counts()]
 
     def restore(self) -> None:
-        """As before the step."""
         for buffer, value in zip(self._averages() + self._counts(), self.before, strict=True):
             buffer.copy_(value)
 
-    def as_one_update(self, parts: Iterable[T]) -> Iterator[T]:
-        """The parts of one batch, one after the other; together they are one update."""
+    def as_one_update(self, micro_batches: Iterable[T]) -> Iterator[T]:
+        """Iterate over the micro-batches of one batch, which together make one update."""
         totals = [torch.zeros_like(buffer) for buffer in self._averages()]
         number = 0
-        for number, part in enumerate(parts, 1):  # noqa: B007
+        for number, micro_batch in enumerate(micro_batches, 1):  # noqa: B007
             self.restore()
-            yield part
+            yield micro_batch
             for total, buffer in zip(totals, self._averages(), strict=True):
                 total += buffer
         for total, buffer in zip(totals, self._averages(), strict=True):
@@ -51,7 +50,7 @@ class RunningAverages:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Forward passes inside leave the averages alone."""
+        """Forward passes inside the block do not change the averages."""
         momenta = [layer.momentum for layer in self.layers]
         counts = [count.clone() for count in self._counts()]
         for layer in self.layers:
@@ -65,7 +64,7 @@ class RunningAverages:
                 count.copy_(value)
 
     def average(self, ranks: Ranks) -> None:
-        """Over the ranks, by one collective."""
+        """Average over the ranks, in one collective."""
         averages = self._averages()
         if ranks.size == 1 or not averages:
             return

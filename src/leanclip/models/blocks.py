@@ -1,8 +1,7 @@
 """open_clip's transformer blocks, run on tokens without padding and without the copies of nn.MultiheadAttention.
 
-The blocks stay what they are, with their parameters under their names; they get a second way to run. In the last
-block of a tower only the token that is read goes on after the attention: the others reach no embedding and get no
-gradient.
+The blocks keep their parameters and names and get a second forward pass. In the last block of a tower only the pooled
+token is computed after the attention: the others reach no embedding and get no gradient.
 """
 
 from collections.abc import Callable
@@ -13,29 +12,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from leanclip.models.kernel_barriers import mend_compiled_kernels
+from leanclip.models.kernel_barriers import add_kernel_barriers
 from leanclip.models.open_clip_api import CustomResidualAttentionBlock, ResidualAttentionBlock
 from leanclip.ops.attention import Packing, packed_attention, row_attention
 
-RECOMPILES = 64  # towers x last block or not x with gradient or not x sizes, of one function
+RECOMPILES = 64  # of one function: towers x last block or not x with gradient or not x sizes
 
 
 class Block(nn.Module):
-    """To be put before the class of one of open_clip's blocks."""
+    """A mix-in before the class of one of open_clip's blocks."""
 
     compiled = False
 
     def forward(
         self, x: Tensor, *others: Any, packing: Packing | None = None, read: Any = None, **named: Any
     ) -> Tensor:
-        """Our way where it is asked for by `read`, else open_clip's.
+        """`run_block` if `read` is given, else open_clip's forward pass.
 
-        x is (B, L, D), every token seeing all of its row, or (T, D) of packed causal sequences. `read` is what goes
-        on after the attention: the number of a token in each row, the places of the tokens, or ... for all.
+        x is (B, L, D), full attention within each row, or (T, D) of packed causal sequences. `read` selects the
+        tokens that are computed after the attention: one position in each row, a tensor of positions, or ... for all.
         """
         if read is None:
             return super().forward(x, *others, **named)
-        return (compiled_block() if self.compiled and self.training else run_block)(self, x, packing, read)
+        return (compiled(run_block) if self.compiled and self.training else run_block)(self, x, packing, read)
 
 
 class OwnBlock(Block, ResidualAttentionBlock):
@@ -50,12 +49,12 @@ OWN_BLOCKS = {ResidualAttentionBlock: OwnBlock, CustomResidualAttentionBlock: Ow
 
 
 def adopt_blocks(transformer: Any) -> bool:
-    """Make a transformer's blocks run by `run_block`; False if one is of a type that cannot."""
+    """Give a transformer's blocks the second forward pass; False if one is of a type that has none."""
     blocks = list(transformer.resblocks)
-    if not all(type(block) in OWN_BLOCKS and not hasattr(block, "ln_1_kv") for block in blocks):
-        return False
-    if any(getattr(block.attn, "logit_scale", None) is not None for block in blocks):
-        return False  # cosine attention
+    for block in blocks:
+        cosine_attention = getattr(block.attn, "logit_scale", None) is not None
+        if type(block) not in OWN_BLOCKS or hasattr(block, "ln_1_kv") or cosine_attention:
+            return False
     for block in blocks:
         block.__class__ = OWN_BLOCKS[type(block)]
     return True
@@ -64,13 +63,13 @@ def adopt_blocks(transformer: Any) -> bool:
 def run_block(block: Any, x: Tensor, packing: Packing | None, read: Any) -> Tensor:
     mixed = attention(block.attn, block.ln_1(x), packing)
     if read is not ...:
-        mixed, x = chosen(mixed, read), chosen(x, read)
+        mixed, x = select(mixed, read), select(x, read)
     mixed = after_attention(block.attn, mixed)
     x = x + block.ls_1(getattr(block, "ln_attn", nn.Identity())(mixed))
     return x + block.ls_2(block.mlp(block.ln_2(x)))
 
 
-def chosen(x: Tensor, read: int | Tensor) -> Tensor:
+def select(x: Tensor, read: int | Tensor) -> Tensor:
     return x[:, read] if isinstance(read, int) else x[read]
 
 
@@ -94,17 +93,15 @@ def after_attention(layer: Any, mixed: Tensor) -> Tensor:
 
 
 def run_blocks(blocks: Any, x: Tensor, *, read: Any, packing: Packing | None = None, recomputed: int = 0) -> Tensor:
-    """All blocks of a tower; after the last one only what is read. The first `recomputed` keep just their input."""
+    """All blocks of a tower; `read` applies to the last. The first `recomputed` blocks keep only their input."""
     for number, block in enumerate(blocks):
-        kept = read if number == len(blocks) - 1 else ...
+        options: dict[str, Any] = {"packing": packing, "read": read if number == len(blocks) - 1 else ...}
         if number < recomputed and torch.is_grad_enabled():
-            # No block draws random numbers.
-            again: Any = checkpoint(
-                block, x, packing=packing, read=kept, use_reentrant=False, preserve_rng_state=False
-            )
-            x = again
+            options |= {"use_reentrant": False, "preserve_rng_state": False}  # no block draws random numbers
+            recomputable: Any = checkpoint(block, x, **options)
+            x = recomputable
         else:
-            x = block(x, packing=packing, read=kept)
+            x = block(x, **options)
     return x
 
 
@@ -114,11 +111,7 @@ _compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled form of a function, made once: all blocks of a tower share its code."""
     if function not in _compiled:
-        mend_compiled_kernels()
+        add_kernel_barriers()
         torch._dynamo.config.recompile_limit = max(RECOMPILES, torch._dynamo.config.recompile_limit)
         _compiled[function] = torch.compile(function)
     return _compiled[function]
-
-
-def compiled_block() -> Callable[..., Any]:
-    return compiled(run_block)

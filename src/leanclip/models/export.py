@@ -1,4 +1,4 @@
-"""A trained model as files for other libraries, each read back and compared before it counts as written."""
+"""Export of a trained model for other libraries: each file is loaded again and compared before it gets its name."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from leanclip.errors import UserError
-from leanclip.filesystem import atomic_path, put_back, remove, replace_directory
+from leanclip.filesystem import atomic_path, put_back, remove, replace_directory, write_atomically
 from leanclip.models import transformers_clip
 from leanclip.models.build import build_model
 from leanclip.models.open_clip_api import PreprocessCfg, architecture_name
@@ -24,27 +24,27 @@ SAMPLES = ["a photo of a cat", "two dogs, running!", "", "It's 3.14 café 日本
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written, and how far its embeddings are from ours."""
-
     files: list[Path]
-    load: str  # Python that loads it
-    difference: float
+    load: str  # Python code that loads the export
+    difference: float  # the largest between its embeddings and the model's
 
 
 def export_open_clip(model: TwoTower, out: Path, *, overwrite: bool = False) -> Exported:
-    """One file of weights that open_clip loads; beside it the architecture, where open_clip does not know that.
+    """One weights file that open_clip loads, and a config beside it if open_clip does not have the architecture.
 
-    A file that says the same of the architecture stays; another one is replaced with `overwrite` only.
+    An existing config is kept if it is equal, and replaced by a different one only with `overwrite`.
     """
     if out.suffix not in SUFFIXES:
-        raise UserError(f"{out}: an open_clip file ends in {' or '.join(SUFFIXES)}")
-    name, files, before = architecture_name(model.config), [out], ""
-    architecture = out.with_suffix(".json")
-    described = name is None and _holds(architecture, model.config)
-    if name is None and architecture.exists() and not described and not overwrite:
-        raise UserError(f"{architecture} exists and is not this model's config; give another name, or --overwrite")
+        raise UserError(f"{out}: the name must end in {' or '.join(SUFFIXES)}", code="export.bad_suffix")
+    name, config_file = architecture_name(model.config), out.with_suffix(".json")
+    write_config = name is None and not _holds(config_file, model.config)
+    if write_config and config_file.exists() and not overwrite:
+        raise UserError(
+            f"{config_file} exists and is not this model's config; give another name, or --overwrite",
+            code="export.exists",
+        )
     weights = {name: value.detach().cpu().contiguous() for name, value in model.clip.state_dict().items()}
-    _make(out.parent)
+    _create_directory(out.parent)
     with atomic_path(out, suffix=out.suffix) as temporary:
         if out.suffix == ".pt":
             torch.save({"state_dict": weights}, temporary)
@@ -54,32 +54,30 @@ def export_open_clip(model: TwoTower, out: Path, *, overwrite: bool = False) -> 
         difference = _difference(
             model, again.encode_image, lambda texts: again.encode_text(again.tokenizer(texts)), str(out)
         )
-    if name is None:
-        if not described:
-            architecture.write_text(json.dumps(model.config, indent=1) + "\n")
-            files.append(architecture)
-        name, before = out.stem, f"open_clip.add_model_config({str(architecture)!r})\n"
+    if write_config:
+        write_atomically(config_file, json.dumps(model.config, indent=1) + "\n")
     options = {"pretrained": str(out)} | _loading_options(model.preprocess)
-    arguments = ", ".join([repr(name), *(f"{key}={value!r}" for key, value in options.items())])
-    load = f"{before}model, _, preprocess = open_clip.create_model_and_transforms({arguments})"
-    return Exported(files=files, load=f"import open_clip\n{load}", difference=difference)
+    arguments = ", ".join([repr(name or out.stem), *(f"{key}={value!r}" for key, value in options.items())])
+    load = ["import open_clip"] + ([] if name else [f"open_clip.add_model_config({str(config_file)!r})"])
+    load.append(f"model, _, preprocess = open_clip.create_model_and_transforms({arguments})")
+    return Exported(files=[out, config_file] if write_config else [out], load="\n".join(load), difference=difference)
 
 
 def export_transformers(model: TwoTower, out: Path, card: Callable[[], str]) -> Exported:
     """A directory for `CLIPModel.from_pretrained` and `CLIPProcessor.from_pretrained`, with a model card.
 
-    A directory of that name stays until the new one is complete and compared.
+    An existing directory of that name is kept until the new one is complete and compared.
     """
     temporary = out.with_name(f".{out.name}.tmp")
     remove(temporary)  # of a process that was killed
-    _make(temporary)
+    _create_directory(temporary)
+    config = model.open_clip_config()
     try:
-        config = model.open_clip_config()
         transformers_clip.save(
             temporary, model.clip.state_dict(), config["model_cfg"], config["preprocess_cfg"], model.tokenizer
         )
         again = transformers_clip.Loaded(temporary)
-        difference = _difference(model, again.images, again.texts, str(out))
+        difference = _difference(model, again.encode_image, again.encode_text, str(out))
         (temporary / "README.md").write_text(card())
         replace_directory(temporary, out)
     finally:
@@ -95,34 +93,34 @@ def export_transformers(model: TwoTower, out: Path, card: Callable[[], str]) -> 
 @torch.no_grad()
 def _difference(
     model: TwoTower,
-    images: Callable[[Tensor], Tensor],
-    texts: Callable[[list[str]], Tensor],
+    encode_image: Callable[[Tensor], Tensor],
+    encode_text: Callable[[list[str]], Tensor],
     out: str,
 ) -> float:
-    """The largest difference between our embeddings and the exported model's on a few inputs."""
+    """The largest difference between the embeddings of the model and of its export, on a few inputs."""
     size: Any = model.preprocess.size
     height, width = (size, size) if isinstance(size, int) else size
     pixels = torch.randn(3, 3, height, width, generator=torch.Generator().manual_seed(0))
     model = model.eval()
-    found = max(
-        float((model.encode_image(pixels) - images(pixels)).abs().max()),
-        float((model.encode_text(model.tokenizer(SAMPLES)) - texts(SAMPLES)).abs().max()),
+    difference = max(
+        float((model.encode_image(pixels) - encode_image(pixels)).abs().max()),
+        float((model.encode_text(model.tokenizer(SAMPLES)) - encode_text(SAMPLES)).abs().max()),
     )
-    if not found <= TOLERANCE:
+    if not difference <= TOLERANCE:
         raise UserError(
-            f"{out} was not written: its embeddings differ from ours by {found:.2g}, more than {TOLERANCE}"
+            f"{out} was not written: its embeddings are off by {difference:.2g}, more than {TOLERANCE}",
+            code="export.different",
         )
-    return found
+    return difference
 
 
 def _loading_options(preprocess: PreprocessCfg) -> dict[str, Any]:
-    """The preprocessing arguments that open_clip needs: they are not saved with the weights."""
-    options = {}
-    for name in ("mean", "std", "interpolation", "resize_mode"):
-        value, default = getattr(preprocess, name), getattr(PreprocessCfg(), name)
-        if tuple(value) != tuple(default):
-            options[f"image_{name}"] = value
-    return options
+    """The preprocessing arguments that open_clip needs, because a weights file does not record them."""
+    options = {name: getattr(preprocess, name) for name in ("mean", "std", "interpolation", "resize_mode")}
+    default = PreprocessCfg()
+    return {
+        f"image_{name}": value for name, value in options.items() if tuple(value) != tuple(getattr(default, name))
+    }
 
 
 def _holds(path: Path, config: dict[str, Any]) -> bool:
@@ -132,8 +130,8 @@ def _holds(path: Path, config: dict[str, Any]) -> bool:
         return False
 
 
-def _make(directory: Path) -> None:
+def _create_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make {directory} ({error.strerror})") from error
+        raise UserError(f"cannot create {directory} ({error.strerror})", code="export.cannot_write") from error

@@ -1,9 +1,9 @@
-"""Barriers in the kernels that torch.compile makes.
+"""Barriers in the kernels that torch.compile generates: a workaround for pytorch issue 190517.
 
-Where a reduction takes several loops, Inductor stores a value in one and loads it again in a later one, and nothing
-makes a warp wait for what another one stores (pytorch issue 190517). Whether that goes wrong depends on the block
-sizes that autotuning picks: gradients are then off by orders of magnitude in some calls and right in others. A
-barrier behind such a store mends it. Only stores through plain pointers, in one line, are looked at: Inductor's are.
+A reduction in several loops stores a value in one loop and loads it in a later one, and Inductor does not make a warp
+wait for the stores of another. Whether the race shows depends on the block sizes that autotuning picks: gradients are
+then wrong by orders of magnitude in some calls and right in others. A barrier after each such store fixes it. Only
+one-line stores through plain pointers are handled, the form that Inductor generates.
 """
 
 import functools
@@ -11,34 +11,35 @@ import re
 from typing import Any
 
 STORE = re.compile(r"^(\s*)tl\.store\((\w+) \+")
-LOADED = re.compile(r"tl\.load\((\w+) \+")
+LOAD = re.compile(r"tl\.load\((\w+) \+")
 BARRIER = "tl.debug_barrier()"
 
 
 def with_barriers(source: str) -> str:
-    """A kernel's source with a barrier behind each store that it loads from again."""
+    """A kernel's source with a barrier after each store to a pointer that is loaded later."""
     loaded_later: set[str] = set()
-    found: list[str] = []  # from the last line to the first
+    reversed_lines: list[str] = []
     for line in reversed(source.split("\n")):
         store = STORE.match(line)
-        whole = line.count("(") == line.count(")")
-        if store and whole and store[2] in loaded_later and not (found and BARRIER in found[-1]):
-            found.append(store[1] + BARRIER)
-        found.append(line)
-        loaded_later |= set(LOADED.findall(line))
-    return "\n".join(reversed(found))
+        complete = line.count("(") == line.count(")")
+        present = bool(reversed_lines) and BARRIER in reversed_lines[-1]
+        if store and complete and store[2] in loaded_later and not present:
+            reversed_lines.append(store[1] + BARRIER)
+        reversed_lines.append(line)
+        loaded_later |= set(LOAD.findall(line))
+    return "\n".join(reversed(reversed_lines))
 
 
 @functools.cache
-def mend_compiled_kernels() -> None:
-    """From now on torch.compile's kernels have these barriers."""
+def add_kernel_barriers() -> None:
+    """Make torch.compile add these barriers, in this process, from now on."""
     from torch._inductor import async_compile  # the compiler takes a second to import
 
     compiler: Any = async_compile.AsyncCompile
     compile_kernel = compiler.triton
 
     @functools.wraps(compile_kernel)
-    def mended(self: Any, kernel_name: str, source_code: str, *rest: Any, **named: Any) -> Any:
+    def with_barriers_added(self: Any, kernel_name: str, source_code: str, *rest: Any, **named: Any) -> Any:
         return compile_kernel(self, kernel_name, with_barriers(source_code), *rest, **named)
 
-    compiler.triton = mended
+    compiler.triton = with_barriers_added

@@ -1,7 +1,7 @@
-"""Texts at their true length: the tokens up to each end token, one text after the other, without padding between.
+"""Texts at their true length: the tokens up to each end token, packed one text after the other without padding.
 
-Exact for a causal text tower that is pooled at the end token: nothing behind that token can reach the embedding.
-`padded_because` says why another tower runs on padded texts.
+Exact for a causal text tower that is pooled at the end token: no later token can affect the embedding.
+`padding_reason` gives the reason why another tower runs on padded texts.
 """
 
 from dataclasses import dataclass, replace
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from leanclip.ops.attention import FEW, Packing, tile_begins
 
-STEPS, FEWER = 16, 4  # sizes of a packed batch from one power of two to the next: compiled code meets few of them
-MANY = 8192  # tokens: from here on chance moves the total so little that STEPS are few, at 3% of padding
+STEPS, FEWER = 16, 4  # sizes of a packed batch in each doubling: compiled code is specialised on few of them
+MANY = 8192  # tokens: above this the total varies so little by chance that STEPS suffice, at 3% of padding
 
 
 @dataclass(frozen=True)
 class EndOfText:
-    """Where a tower pools: behind nothing of a text is read. Pickled into the loader's workers."""
+    """The token at which a text tower is pooled. Pickled into the loader's workers."""
 
-    eos: int | None  # the end token's number; without one it is the largest of a text
+    eos: int | None  # the end token; None: the largest token of a text
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """The lengths of padded texts (B, L), end tokens included."""
@@ -30,10 +30,10 @@ class EndOfText:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts behind each other. A class of its own, so that DDP and FSDP hand it on as it is."""
+    """Packed texts. Not a tuple or a tensor, so that DDP and FSDP pass it on unchanged."""
 
     tokens: Tensor  # (T,)
-    ends: Tensor  # (B,) where each end token is among all tokens
+    ends: Tensor  # (B,) the position of each end token among all tokens
     packing: Packing
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class Texts:
 
     @classmethod
     def pack(cls, tokens: Tensor, lengths: Tensor, *, few_sizes: bool = False) -> "Texts":
-        """Padded tokens (B, L) whose lengths are known on the host, so that nothing waits for the device."""
+        """Padded tokens (B, L) whose lengths are on the host, without a synchronisation with the device."""
         places = layout(lengths, width=tokens.shape[1], few_sizes=few_sizes)
         if tokens.device.type == "cuda":
             places = replace(places, table=places.table.pin_memory().to(tokens.device, non_blocking=True))
@@ -49,7 +49,6 @@ class Texts:
 
     @classmethod
     def at(cls, tokens: Tensor, places: "Layout") -> "Texts":
-        """The texts at the places that `layout` gave them."""
         begins, ends = places.table[0], places.table[1, 1:]
         count = torch.arange(len(tokens), device=tokens.device)
         rows = torch.repeat_interleave(count, begins.diff(), output_size=places.size)
@@ -62,18 +61,18 @@ class Texts:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where texts lie behind each other."""
+    """The positions of packed texts."""
 
-    table: Tensor  # (2, B + 1): where each begins, with the end of the last; behind a zero, each end token
-    size: int  # tokens in all
-    longest: int  # at least the length of the longest
+    table: Tensor  # (2, B + 1): the begin of each text and the end of the last; 0 and the position of each end token
+    size: int  # tokens in total
+    longest: int  # an upper bound of the lengths
 
 
 def layout(lengths: Tensor, *, width: int, few_sizes: bool) -> Layout:
-    """The places of texts whose lengths are known on the host.
+    """The layout of texts whose lengths are on the host.
 
-    With `few_sizes` the number of tokens is rounded up: texts keep some of their padding, which, behind their end,
-    changes nothing. And they count as short or as long as the context, nothing between.
+    With `few_sizes` the number of tokens is rounded up: texts keep some of their padding, which changes nothing after
+    their end, and `longest` is one of two values.
     """
     kept, size = lengths, int(lengths.sum())
     if few_sizes:
@@ -91,35 +90,34 @@ def layout(lengths: Tensor, *, width: int, few_sizes: bool) -> Layout:
 
 
 def rounded(total: int) -> int:
-    """Up to the next of a few sizes in each doubling."""
+    """The next larger of a few sizes in each doubling."""
     step = max(1, (1 << (total.bit_length() - 1)) // (STEPS if total >= MANY else FEWER))
     return -(-total // step) * step
 
 
 def text_tower(clip: Any) -> Any:
-    """open_clip's CLIP holds its text tower's parts itself; its other models have a tower of their own."""
+    """The module with the text tower's parts: open_clip's CLIP itself, or its `text` in the other model classes."""
     return getattr(clip, "text", clip)
 
 
 def pooling(clip: Any) -> EndOfText:
-    tower = text_tower(clip)
-    own = tower is not clip
-    kind = tower.pool_type if own else tower.text_pool_type
-    return EndOfText(None if kind == "argmax" else tower.eos_id if own else tower.text_eos_id)
+    tower, prefix = text_tower(clip), "" if hasattr(clip, "text") else "text_"
+    by_largest = getattr(tower, f"{prefix}pool_type") == "argmax"
+    return EndOfText(None if by_largest else getattr(tower, f"{prefix}eos_id"))
 
 
-def padded_because(clip: Any) -> str | None:
+def padding_reason(clip: Any) -> str | None:
     """Why a text tower cannot run at true length; None if it can."""
     tower = text_tower(clip)
     if not hasattr(getattr(tower, "transformer", None), "resblocks") or not hasattr(tower, "attn_mask"):
         return "the text tower is not one of open_clip's own transformers"
     if getattr(tower, "cls_emb", None) is not None:
-        return "the text tower reads its class token behind the padding"
+        return "the text tower has its class token after the padding"
     if tower.attn_mask is None:
-        return "the text tower is not causal: its tokens see the padding behind them"
+        return "the text tower is not causal: its tokens attend to the padding after them"
     kind = tower.pool_type if tower is not clip else tower.text_pool_type
     if kind not in ("argmax", "eos"):
-        return f"the text tower is not read at the end token, but by pooling {kind!r}"
+        return f"the text tower is not pooled at the end token, but by pooling {kind!r}"
     if getattr(tower, "output_tokens", False):
-        return "the text tower gives all its tokens"
+        return "the text tower returns all its tokens"
     return None

@@ -1,4 +1,4 @@
-"""open_clip's vision transformers and causal text towers, run block by block on the tokens that count."""
+"""open_clip's vision transformers and causal text towers, run block by block on the tokens that are needed."""
 
 from typing import Any
 
@@ -11,19 +11,18 @@ from leanclip.models.text_length import Texts
 
 
 def embed_images(visual: Any, images: Tensor, mean: Tensor, std: Tensor, *, recomputed: int, compile: bool) -> Tensor:
-    """What `visual(images)` is, of uint8 pixels or of normalised images."""
+    """Equal to `visual(images)`, for uint8 pixels or normalised images."""
     keep = kept_patches(visual, images)
     prepare = compiled(patch_tokens) if compile and visual.training else patch_tokens
     x = prepare(visual, images, mean, std, keep)
-    if visual.pool_type == "tok":
-        pooled = visual.ln_post(run_blocks(visual.transformer.resblocks, x, read=0, recomputed=recomputed))
-    else:
-        pooled, _ = visual._pool(run_blocks(visual.transformer.resblocks, x, read=..., recomputed=recomputed))
+    read_first = visual.pool_type == "tok"
+    x = run_blocks(visual.transformer.resblocks, x, read=0 if read_first else ..., recomputed=recomputed)
+    pooled = visual.ln_post(x) if read_first else visual._pool(x)[0]
     return pooled if visual.proj is None else pooled @ visual.proj
 
 
 def kept_patches(visual: Any, images: Tensor) -> Tensor | None:
-    """The patches that patch dropout leaves, drawn on the device; None for all."""
+    """The patches that patch dropout keeps, drawn on the device; None for all."""
     if not visual.training or not getattr(visual.patch_dropout, "prob", 0.0):
         return None
     high, wide = (size // patch for size, patch in zip(images.shape[2:], visual.conv1.kernel_size, strict=True))
@@ -32,7 +31,6 @@ def kept_patches(visual: Any, images: Tensor) -> Tensor | None:
 
 
 def number_kept(visual: Any, patches: int) -> int:
-    """How many of so many patches a training step sees."""
     share = getattr(visual.patch_dropout, "prob", 0.0)
     return max(1, int(patches * (1 - share)))
 
@@ -45,17 +43,17 @@ def patch_tokens(visual: Any, images: Tensor, mean: Tensor, std: Tensor, keep: T
     pixels = normalised(images, mean, std, weight.dtype)[:, :, : rows * high, : columns * wide]
     patches = pixels.reshape(batch, colours, rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5)
     patches = patches.reshape(batch, rows * columns, -1)
-    first, places = visual.positional_embedding[:1], visual.positional_embedding[1:]
+    first, positions = visual.positional_embedding[:1], visual.positional_embedding[1:]
     if keep is not None:
         patches = patches.gather(1, keep[..., None].expand(-1, -1, patches.shape[-1]))
-        places = places[keep]
+        positions = positions[keep]
     x = F.linear(patches, weight.flatten(1))
     start = (visual.class_embedding.to(x.dtype) + first.to(x.dtype)).expand(batch, 1, -1)
-    return visual.ln_pre(torch.cat([start, x + places.to(x.dtype)], 1))
+    return visual.ln_pre(torch.cat([start, x + positions.to(x.dtype)], 1))
 
 
 def normalised(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 pixels as an image tower of this precision wants them; other images are what it wants already."""
+    """uint8 pixels as input of an image tower of this precision; float images are returned unchanged."""
     if images.dtype != torch.uint8:
         return images
     wide = torch.promote_types(dtype, torch.float32)
@@ -63,7 +61,7 @@ def normalised(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) ->
 
 
 def embed_texts(tower: Any, texts: Texts, *, recomputed: int) -> Tensor:
-    """What the tower makes of padded texts, at their true length."""
+    """The output of the text tower for padded texts, computed at their true length."""
     dtype = tower.transformer.get_cast_dtype()
     x = tower.token_embedding(texts.tokens).to(dtype)
     x = x + F.embedding(texts.packing.positions, tower.positional_embedding).to(dtype)

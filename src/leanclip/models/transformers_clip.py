@@ -1,7 +1,7 @@
 """CLIP's vision transformers as a `transformers` CLIPModel. The only module that imports transformers.
 
-Both libraries compute the same function of differently named weights. What their CLIPModel does not have is refused
-by `unsupported`, from the configuration alone.
+Both libraries compute the same function of differently named weights. `unsupported` reads from the configuration
+alone what CLIPModel does not have.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leanclip.errors import UserError
 
-# What the configuration may hold beside these must be at its neutral value, or CLIPModel computes something else.
+# All other entries of the configuration must have a neutral value, or CLIPModel computes something else.
 VISION_SHAPE = {"layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size"}
 TEXT_SHAPE = {"layers", "width", "heads", "mlp_ratio", "context_length", "vocab_size"}
 WITHOUT_EFFECT = {"patch_dropout", "output_tokens", "eos_id", "pad_id", "attn_pooler_queries", "attn_pooler_heads"}
@@ -23,7 +23,7 @@ NEUTRAL = {"pool_type": ("tok", "argmax"), "pos_embed_type": ("learnable",), "pr
 VOCABULARY = 49408
 SPECIAL = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
 
-# Ours to theirs, inside a block and around the blocks of either tower.
+# Names in open_clip and in transformers, inside a block and outside the blocks of either tower.
 BLOCK = {
     "ln_1": "layer_norm1",
     "ln_2": "layer_norm2",
@@ -100,7 +100,7 @@ def save(
 
 
 class Loaded:
-    """A model directory as transformers reads it, without a network."""
+    """A model directory, loaded by transformers without a network."""
 
     def __init__(self, directory: Path) -> None:
         transformers = _transformers()
@@ -108,37 +108,39 @@ class Loaded:
             self.clip = transformers.CLIPModel.from_pretrained(directory, local_files_only=True).eval()
             self.processor = transformers.CLIPProcessor.from_pretrained(directory, local_files_only=True)
 
-    def images(self, pixels: Tensor) -> Tensor:
+    def encode_image(self, pixels: Tensor) -> Tensor:
         return _unit(self.clip.get_image_features(pixel_values=pixels))
 
-    def texts(self, texts: list[str]) -> Tensor:
-        """Unit vectors of texts, by the saved tokenizer."""
+    def encode_text(self, texts: list[str]) -> Tensor:
         tokens = self.processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
         return _unit(self.clip.get_text_features(**tokens))
 
 
 def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """open_clip's state dict under transformers' names: projections transposed, query, key and value apart."""
-    found: dict[str, Tensor] = {}
+    """open_clip's state dict with transformers' names: projections transposed, query, key and value separate."""
+    converted: dict[str, Tensor] = {}
     for name, value in weights.items():
         plain = name.removeprefix("text.")  # of models with custom_text
         if plain in AROUND:
-            found[AROUND[plain]] = value.reshape(()) if plain == "logit_scale" else value
+            converted[AROUND[plain]] = value.reshape(()) if plain == "logit_scale" else value
         elif plain in PROJECTIONS:
-            found[PROJECTIONS[plain]] = value.T
+            converted[PROJECTIONS[plain]] = value.T
         elif prefix := next((prefix for prefix in BLOCKS if plain.startswith(prefix)), None):
             number, _, rest = plain.removeprefix(prefix).partition(".")
             layer = f"{BLOCKS[prefix]}.encoder.layers.{number}"
             if rest.startswith("attn.in_proj_"):
                 kind = rest.removeprefix("attn.in_proj_")
                 for letter, part in zip("qkv", value.chunk(3), strict=True):
-                    found[f"{layer}.self_attn.{letter}_proj.{kind}"] = part
+                    converted[f"{layer}.self_attn.{letter}_proj.{kind}"] = part
             else:
                 module, _, kind = rest.rpartition(".")
-                found[f"{layer}.{BLOCK[module]}.{kind}"] = value
+                converted[f"{layer}.{BLOCK[module]}.{kind}"] = value
         else:
-            raise UserError(f"transformers' CLIPModel has no place for the weight {name}; use --format open_clip")
-    return {name: value.detach().contiguous() for name, value in found.items()}
+            raise UserError(
+                f"transformers' CLIPModel has no weight for {name}; use --format open_clip",
+                code="export.unsupported_model",
+            )
+    return {name: value.detach().contiguous() for name, value in converted.items()}
 
 
 def _config(config: dict[str, Any]) -> dict[str, Any]:
@@ -155,10 +157,10 @@ def _config(config: dict[str, Any]) -> dict[str, Any]:
             "projection_dim": config["embed_dim"],
         }
 
-    wide, size = vision.get("width", 768), vision.get("image_size", 224)
+    width, size = vision.get("width", 768), vision.get("image_size", 224)
     return {
         "projection_dim": config["embed_dim"],
-        "vision_config": tower(vision, width=wide, heads=wide // vision.get("head_width", 64))
+        "vision_config": tower(vision, width=width, heads=width // vision.get("head_width", 64))
         | {"image_size": size if isinstance(size, int) else size[0], "patch_size": vision.get("patch_size", 16)},
         "text_config": tower(text, width=text.get("width", 512), heads=text.get("heads", 8))
         | {
@@ -195,12 +197,11 @@ def _image_processor(transformers: Any, preprocess: dict[str, Any]) -> Any:
 
 
 def _unit(features: Any) -> Tensor:
-    pooled = features if isinstance(features, Tensor) else features.pooler_output
-    return torch.nn.functional.normalize(pooled, dim=-1)
+    return torch.nn.functional.normalize(features if isinstance(features, Tensor) else features.pooler_output, dim=-1)
 
 
 def never_run_code() -> None:
-    """transformers asks on the terminal whether to run the code of a repository that has some. The answer is no."""
+    """Make transformers refuse to run a repository's code instead of prompting on the terminal."""
     _transformers().dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
 
 
@@ -208,13 +209,15 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise UserError("this needs transformers: pip install 'leanclip[transformers]'") from error
+        raise UserError(
+            "transformers is not installed: pip install 'leanclip[transformers]'", code="install.transformers"
+        ) from error
     return transformers
 
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """transformers draws progress bars for every file it reads and writes; ours are enough."""
+    """Without transformers' progress bars for every file."""
     logger = logging.getLogger("transformers")
     level, bars = logger.level, transformers.utils.logging.is_progress_bar_enabled()
     logger.setLevel(logging.ERROR)

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leanclip.models.blocks import Block, adopt_blocks
-from leanclip.models.kernel_barriers import mend_compiled_kernels
+from leanclip.models.kernel_barriers import add_kernel_barriers
 from leanclip.models.open_clip_api import PreprocessCfg, VisionTransformer, image_transform_v2
-from leanclip.models.text_length import EndOfText, Texts, padded_because, pooling, text_tower
+from leanclip.models.text_length import EndOfText, Texts, padding_reason, pooling, text_tower
 from leanclip.models.transformer_towers import embed_images, embed_texts, normalised
 
 
 class TwoTower(nn.Module):
-    """An image tower and a text tower that map to unit vectors of one space, with what feeds them.
+    """An image tower and a text tower that map to unit vectors of one space, with preprocessing and tokenizer.
 
     The temperature belongs to the loss: the open_clip model's own `logit_scale` and `logit_bias` are frozen, and
-    filled in by `weights` on saving.
+    `with_temperature` fills them in on saving.
     """
 
     image_mean: Tensor
@@ -39,16 +39,16 @@ class TwoTower(nn.Module):
         for parameter in (clip.logit_scale, clip.logit_bias):
             if parameter is not None:
                 parameter.requires_grad_(False)
-        self.recomputed, self.compiled = 0, False
-        self.own_image = _runs_by_blocks(clip.visual) and adopt_blocks(clip.visual.transformer)
-        self.padded_because = padded_because(clip)
-        if self.padded_because is None and not adopt_blocks(text_tower(clip).transformer):
-            self.padded_because = "the text tower has blocks of an unknown kind"
-        self.end_of_text: EndOfText | None = None if self.padded_because else pooling(clip)
+        self.recomputed_blocks, self.compiled = 0, False
+        self.blockwise_image = _runs_by_blocks(clip.visual) and adopt_blocks(clip.visual.transformer)
+        self.padding_reason = padding_reason(clip)
+        if self.padding_reason is None and not adopt_blocks(text_tower(clip).transformer):
+            self.padding_reason = "the text tower has blocks of an unknown type"
+        self.end_of_text: EndOfText | None = None if self.padding_reason else pooling(clip)
 
     def train(self, mode: bool = True) -> "TwoTower":
         super().train(mode)
-        if self.image_locked:  # open_clip's own way would replace the batch-norm layers, and their keys
+        if self.image_locked:  # open_clip would replace the batch-norm layers, and with them their keys
             self.clip.visual.eval()
             for module in self.clip.visual.modules():
                 if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
@@ -58,38 +58,43 @@ class TwoTower(nn.Module):
     def forward(
         self, images: Tensor, tokens: Tensor | Texts, between: Callable[[Tensor], None] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Both embeddings; `between` gets the images' before the texts' are computed."""
+        """Both embeddings; `between` is called with those of the images before the text tower runs."""
         image = self.encode_image(images)
         if between is not None:
             between(image)
         return image, self.encode_text(tokens)
 
     def encode_image(self, images: Tensor) -> Tensor:
-        """Unit vectors of images: uint8 pixels, or what `transform` made of them."""
+        """Unit vectors of images: uint8 pixels, or the output of `transform`."""
         visual = self.clip.visual
-        if self.own_image:
-            found = embed_images(
-                visual, images, self.image_mean, self.image_std, recomputed=self.recomputed, compile=self.compiled
+        if self.blockwise_image:
+            embeddings = embed_images(
+                visual,
+                images,
+                self.image_mean,
+                self.image_std,
+                recomputed=self.recomputed_blocks,
+                compile=self.compiled,
             )
-            return F.normalize(found, dim=-1)
+            return F.normalize(embeddings, dim=-1)
         return self.clip.encode_image(self.normalised(images), normalize=True)
 
     def encode_text(self, tokens: Tensor | Texts) -> Tensor:
-        """Unit vectors of texts, from padded tokens (B, L) or from `texts`."""
+        """Unit vectors of texts: padded tokens (B, L), or the output of `texts`."""
         texts = self.texts(tokens) if isinstance(tokens, Tensor) else tokens
         if isinstance(texts, Tensor):
             return self.clip.encode_text(texts, normalize=True)
-        return F.normalize(embed_texts(text_tower(self.clip), texts, recomputed=self.recomputed), dim=-1)
+        return F.normalize(embed_texts(text_tower(self.clip), texts, recomputed=self.recomputed_blocks), dim=-1)
 
     def normalised(self, images: Tensor) -> Tensor:
-        """uint8 pixels as the image tower wants them, in its precision; other images are what it wants already."""
+        """uint8 pixels as input of the image tower, in its precision; float images are returned unchanged."""
         dtype = next(self.clip.visual.parameters()).dtype
         return normalised(images, self.image_mean, self.image_std, dtype)
 
     def texts(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor | Texts:
-        """Padded tokens at their true length, where the text tower allows it, on the model's device.
+        """Padded tokens without their padding, where the text tower allows it, on the model's device.
 
-        Tokens on the host, or their `lengths` there, spare a wait for the device.
+        Tokens or `lengths` on the host avoid a synchronisation with the device.
         """
         device = self.image_mean.device
         if self.end_of_text is None:
@@ -98,11 +103,10 @@ class TwoTower(nn.Module):
             lengths = self.end_of_text(tokens).cpu()
         return Texts.pack(tokens.to(device, non_blocking=True), lengths, few_sizes=device.type == "cuda")
 
-    def transform(self, *, train: bool, scale: tuple[float, float] | None = None) -> Callable[..., Tensor]:
-        """open_clip's own image transform, from a PIL image to a normalised tensor: for inference and comparison."""
-        augmentation = {"scale": scale} if scale and train else None
-        made: Any = image_transform_v2(self.preprocess, is_train=train, aug_cfg=augmentation)
-        return made
+    def transform(self) -> Callable[..., Tensor]:
+        """open_clip's transform for inference, from a PIL image to a normalised tensor."""
+        transform: Any = image_transform_v2(self.preprocess, is_train=False)
+        return transform
 
     def decode(self, tokens: Tensor) -> str:
         """The text of one row of tokens, without start, end and padding."""
@@ -113,7 +117,7 @@ class TwoTower(nn.Module):
         return self.tokenizer.decode([t for t in tokens.tolist() if t not in special]).strip()  # pyright: ignore[reportFunctionMemberAccess]
 
     def lock_image(self, unlocked_groups: int = 0) -> None:
-        """Freeze the image tower, but for its last groups: parameters, batch-norm statistics, dropout."""
+        """Freeze the image tower except its last groups: parameters, batch-norm statistics, dropout."""
         self.clip.lock_image_tower(unlocked_groups=unlocked_groups)
         self.image_locked = True
 
@@ -121,25 +125,25 @@ class TwoTower(nn.Module):
         self.clip.lock_text_tower(unlocked_layers=unlocked_layers)
 
     def checkpoint_activations(self, blocks: int | None = None) -> None:
-        """Keep only the inputs of each tower's first blocks for the backward pass, and compute the rest again.
+        """Recompute each tower's first blocks (default: all) in the backward pass; only their inputs are kept.
 
-        By default of all blocks. Towers that are not open_clip's own transformers know all or none.
+        Towers that do not run block by block recompute all of their blocks or none.
         """
         self.clip.set_grad_checkpointing(blocks != 0)
-        self.recomputed = sys.maxsize if blocks is None else blocks
+        self.recomputed_blocks = sys.maxsize if blocks is None else blocks
 
     def pad_texts(self) -> None:
-        """Run the text tower on padded texts, as open_clip does."""
+        """Make the text tower run on padded texts, as in open_clip."""
         self.end_of_text = None
 
     def compile_towers(self, *, whole: bool = True) -> None:
-        """Compile what a training step runs, when it first runs: the towers' blocks, or another image tower whole."""
+        """Compile the towers' blocks, and an image tower without such blocks as a `whole`, at their first use."""
         self.compiled = True
         for module in self.modules():
             if isinstance(module, Block):
                 module.compiled = True
-        if whole and not self.own_image:
-            mend_compiled_kernels()
+        if whole and not self.blockwise_image:
+            add_kernel_barriers()
             self.clip.visual.compile()
 
     def temperature(self) -> float:
@@ -150,7 +154,7 @@ class TwoTower(nn.Module):
         return float(bias.detach().reshape(())) if isinstance(bias, Tensor) else None
 
     def open_clip_config(self) -> dict[str, Any]:
-        """What open_clip's `local-dir:` reads beside the weights."""
+        """The config that open_clip's `local-dir:` reads beside the weights."""
         return {"model_cfg": self.config, "preprocess_cfg": asdict(self.preprocess)}
 
 

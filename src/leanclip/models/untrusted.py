@@ -1,7 +1,7 @@
-"""Model files that others made: read, never run.
+"""Model files from other people: read, never executed.
 
-A pickle is a program. Of torch's own files only tensors and plain values are taken (`weights_only=True`, always said,
-never left to a default); everything else in this project is safetensors, JSON or TOML.
+A pickle is a program. Of torch's files only tensors and plain values are read (`weights_only=True`, always given
+explicitly); everything else in this project is safetensors, JSON or TOML.
 """
 
 import pickle
@@ -19,81 +19,85 @@ from safetensors import SafetensorError, safe_open
 from leanclip.errors import UserError, first_line
 
 NUMPY = (".npz", ".npy")  # big_vision's weights, which open_clip converts
-# What open_clip's tokenizers take; the rest would go to transformers, which can be told to run a repository's code.
+# The arguments of open_clip's own tokenizers; all others are passed to transformers, some of which make it run code.
 TOKENIZER_OPTIONS = frozenset(
     {"additional_special_tokens", "bpe_path", "clean", "language", "reduction_mask", "strip_sep_token"}
 )
-# What torch says of an archive without its end, depending on where it is cut.
-SIGNS_OF_DAMAGE = ("PytorchStreamReader", "Invalid argument")
+DAMAGED = ("PytorchStreamReader", "Invalid argument")  # torch's messages about a truncated archive
 REMEDY = "get the weights as .safetensors, or as a plain state_dict from someone you trust"
 
 
 def read_torch_file(path: Path, *, mapped: bool = False) -> Any:
-    """What torch.save wrote, if it is tensors and plain values; anything else is refused, and not run.
+    """The tensors and plain values that torch.save wrote; anything else is refused, and not executed.
 
-    `mapped` leaves the tensors in the file, where its format allows that: for whoever copies them.
+    `mapped` leaves the tensors in the file, where its format allows that: for a caller that copies them.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of archives that it then refuses
             mmap = mapped and zipfile.is_zipfile(path)
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:  # whatever a file that is something else makes torch raise
-        raise UserError(_refusal(path, error)) from error
+    except Exception as error:  # of many types, depending on the content
+        raise _refusal(path, error) from error
 
 
 def check_weights(path: Path) -> None:
-    """Refuse a file of weights that is damaged or holds anything else, before a library with more trust opens it."""
+    """Refuse a weights file that is damaged or holds anything else, before a more trusting library opens it."""
     if path.suffix in NUMPY:
         try:
-            found = np.load(path, allow_pickle=False)
-            if isinstance(found, np.lib.npyio.NpzFile):
-                for name in found.files:
-                    found[name]
-        except Exception as error:  # zip, header and pickle errors alike
-            raise UserError(f"{path} is refused: it is no file of plain arrays ({first_line(error)})") from error
-    elif path.suffix == ".safetensors":  # which can hold nothing but tensors
+            content = np.load(path, allow_pickle=False)
+            if isinstance(content, np.lib.npyio.NpzFile):
+                for name in content.files:
+                    content[name]
+        except Exception as error:  # of zip, header or pickle
+            raise UserError(
+                f"{path} is refused: not a file of plain arrays ({first_line(error)})", code="weights.unsafe"
+            ) from error
+    elif path.suffix == ".safetensors":  # a format that holds tensors only
         try:
             with safe_open(path, framework="pt"):
                 pass
         except SafetensorError as error:
-            raise UserError(_damaged(path)) from error
+            raise _damaged(path) from error
     else:
         read_torch_file(path, mapped=True)
 
 
 def check_architecture(config: Mapping[str, Any], name: str) -> None:
-    """Refuse a model config that asks for somebody's code to be run."""
+    """Refuse a model config with options that could make transformers run code."""
     text = config.get("text_cfg")
     options = text.get("tokenizer_kwargs") if isinstance(text, Mapping) else None
     if unknown := set(options or ()) - TOKENIZER_OPTIONS:
         raise UserError(
-            f"{name} is refused: its tokenizer_kwargs hold {', '.join(sorted(unknown))}, which could let transformers"
-            f" run code; allowed are {', '.join(sorted(TOKENIZER_OPTIONS))}"
+            f"{name} is refused: its tokenizer_kwargs contain {', '.join(sorted(unknown))}, which could make"
+            f" transformers run code; allowed are {', '.join(sorted(TOKENIZER_OPTIONS))}",
+            code="model.unsafe",
         )
 
 
 def without_code(error: Exception) -> str:
-    """Why a library could not build a model, in a line; its advice to trust the model's code is not ours."""
+    """Why a library could not build a model, in one line, without its advice to trust the model's code."""
     if "trust_remote_code" in str(error):
-        return "its tokenizer or text tower comes with code of its own, and that is not run"
+        return "its tokenizer or text tower comes with code of its own, which is never run"
     return first_line(error)
 
 
-def _refusal(path: Path, error: Exception) -> str:
+def _refusal(path: Path, error: Exception) -> UserError:
     text = str(error)
     if "TorchScript" in text:
-        return f"{path} is refused: it is a TorchScript archive, which is a program; {REMEDY}"
-    if "legacy .tar" in text:
-        return f"{path} is refused: torch's old tar format cannot be read without trusting it; {REMEDY}"
-    if isinstance(error, pickle.UnpicklingError):
-        found = re.search(r"GLOBAL (\S+)|(?:class|function|call) [`'<]*([\w.]+)", text)
-        what = f", {next(filter(None, found.groups()))}," if found else ""
-        return f"{path} is refused: it holds more than weights{what} and loading that could run code; {REMEDY}"
-    if isinstance(error, EOFError) or any(sign in text for sign in SIGNS_OF_DAMAGE):
+        reason = "it is a TorchScript archive, which is a program"
+    elif "legacy .tar" in text:
+        reason = "torch's old tar format can only be read by running it"
+    elif isinstance(error, pickle.UnpicklingError):
+        match = re.search(r"GLOBAL (\S+)|(?:class|function|call) [`'<]*([\w.]+)", text)
+        content = f", {next(filter(None, match.groups()))}," if match else ""
+        reason = f"it holds more than weights{content} and loading that could run code"
+    elif isinstance(error, EOFError) or any(sign in text for sign in DAMAGED):
         return _damaged(path)
-    return f"{path} holds no weights ({first_line(error)})"
+    else:
+        return UserError(f"{path} holds no weights ({first_line(error)})", code="weights.not_weights")
+    return UserError(f"{path} is refused: {reason}; {REMEDY}", code="weights.unsafe")
 
 
-def _damaged(path: Path) -> str:
-    return f"{path} cannot be read: it is damaged or incomplete; get it again"
+def _damaged(path: Path) -> UserError:
+    return UserError(f"{path} is damaged or incomplete; download or copy it again", code="weights.damaged")

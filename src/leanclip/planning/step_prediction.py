@@ -95,7 +95,7 @@ def predict_step(
     TRAFFIC_COUNTER.clear()
     with tracing(capability) as trace, pretending(trace, ranks=ranks, processors=processors) as first:
         model = faked(model, trace, "weights").train()
-        if model.compiled and not (model.own_image or config.parallel.fsdp):
+        if model.compiled and not (model.blockwise_image or config.parallel.fsdp):
             visual = model.clip.visual
             visual._compiled_call_impl = partial(traced_compile(nn.Module._call_impl), visual)
         with trace.during("other", "state tables"):

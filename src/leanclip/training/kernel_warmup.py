@@ -76,7 +76,7 @@ def rehearsals(
     `loss` makes one like the run's; `autocast` is made anew for each, since one belongs to its thread.
     """
     for direction in (_forward, _backward):
-        if model.own_image:
+        if model.blockwise_image:
             yield partial(_images, model, direction, autocast, device)
         if model.end_of_text is not None:
             for most in (FEW, LARGEST_TILE):

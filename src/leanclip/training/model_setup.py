@@ -37,7 +37,7 @@ def build_model(config: TrainConfig, start: ModelConfig | None = None, *, shapes
 
 def tower_depth(model: TwoTower) -> int | None:
     """Blocks of the deeper tower, so many can be recomputed; None where it is all or none."""
-    if not model.own_image or model.end_of_text is None:
+    if not model.blockwise_image or model.end_of_text is None:
         return None
     return max(len(tower.transformer.resblocks) for tower in (model.clip.visual, text_tower(model.clip)))
 
@@ -69,7 +69,7 @@ def tower_flops(model: TwoTower, batch: float) -> float:
     as a caption has."""
     visual, texts = model.clip.visual, text_tower(model.clip)
     text_work = CAPTION * sum(p.numel() for p in getattr(texts, "transformer", texts).parameters())
-    if model.own_image:
+    if model.blockwise_image:
         image_work = len(visual.positional_embedding) * sum(p.numel() for p in visual.transformer.parameters())
     else:
         size = model.preprocess.size
@@ -80,4 +80,4 @@ def tower_flops(model: TwoTower, batch: float) -> float:
 
 def cuda_graph_pays(model: TwoTower, batch: int) -> bool:
     """Whether launching would take longer than computing. Only what open_clip's own transformers do is known."""
-    return model.own_image and model.end_of_text is not None and tower_flops(model, batch) < SMALL
+    return model.blockwise_image and model.end_of_text is not None and tower_flops(model, batch) < SMALL

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from leanclip.models import ModelConfig, create_model
-from leanclip.models.kernel_barriers import mend_compiled_kernels
+from leanclip.models.kernel_barriers import add_kernel_barriers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 # At this size, at batch 128, torch 2.11 made open_clip's compiled image tower a kernel that loads too early.
@@ -38,7 +38,7 @@ def test_gradients_are_right_in_every_call(whole: bool, tmp_path: Path):
 
     right = gradients(model.clip.encode_image, model.clip.encode_text)
     if whole:
-        mend_compiled_kernels()
+        add_kernel_barriers()
         encoders = torch.compile(model.clip.encode_image), torch.compile(model.clip.encode_text)
     else:
         model.compile_towers()
