@@ -1,4 +1,4 @@
-"""Exported models give our embeddings in other libraries, without a network; what these lack is refused."""
+"""Exported models have the same embeddings in other libraries; unsupported models are refused."""
 
 import json
 import socket
@@ -15,8 +15,9 @@ from test_cli_errors import refusal
 
 import leanclip
 from leanclip.cli import main
-from leanclip.models import ModelConfig, create_model, model_config_of
+from leanclip.models import ModelConfig, create_model, model_config_of, transformers_clip
 from leanclip.models.transformers_clip import unsupported
+from refusal import refusal_code
 
 ROOT = Path(__file__).parents[2]
 TEXT = {"context_length": 24, "vocab_size": 49408, "width": 64, "heads": 4, "layers": 2}
@@ -51,14 +52,19 @@ def checkpoint(directory, config):
 
 def export(*arguments):
     with pytest.raises(SystemExit) as stop:
-        main(["export", *(str(argument) for argument in arguments)])
+        main(["export", *map(str, arguments)])
     assert stop.value.code == 0
+
+
+def refused(capsys, *arguments):
+    """The code of the refusal."""
+    return refusal_code(refusal(["export", *map(str, arguments)], capsys))
 
 
 @pytest.fixture
 def no_network(monkeypatch):
     def refuse(*_):
-        raise AssertionError("something wants a network")
+        raise AssertionError("a connection is opened")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
@@ -72,7 +78,7 @@ def embeddings(directory, texts):
 
 
 @pytest.mark.parametrize(("quick_gelu", "custom_text"), [(True, False), (False, True)])
-def test_transformers_gives_our_embeddings(quick_gelu, custom_text, tmp_path, no_network, capsys):
+def test_transformers_computes_the_same_embeddings(quick_gelu, custom_text, tmp_path, no_network, capsys):
     directory = checkpoint(tmp_path / "ours", VIT | {"quick_gelu": quick_gelu, "custom_text": custom_text})
     out = tmp_path / "theirs"
     export(directory, out, "--format", "transformers")
@@ -87,7 +93,7 @@ def test_transformers_gives_our_embeddings(quick_gelu, custom_text, tmp_path, no
     )
     model, pixels, image, text = embeddings(directory, ODD)
     tokens = processor.tokenizer(ODD, padding=True, truncation=True, return_tensors="pt")
-    assert tokens["input_ids"].shape[1] == 24  # the saved tokenizer knows where to cut
+    assert tokens["input_ids"].shape[1] == 24  # the saved tokenizer truncates
     with torch.no_grad():
         found = theirs(pixel_values=pixels, **tokens)
         logits = image @ text.T * model.clip.logit_scale.exp()
@@ -105,7 +111,7 @@ def test_transformers_gives_our_embeddings(quick_gelu, custom_text, tmp_path, no
     assert card.startswith("---\nlibrary_name: transformers") and "| Embedding size | 32 |" in card
 
 
-def test_the_exported_tokenizer_is_open_clips(tmp_path, capsys):
+def test_the_exported_tokenizer_gives_the_same_tokens(tmp_path, capsys):
     export(checkpoint(tmp_path / "ours", VIT), tmp_path / "theirs", "--format", "transformers")
     from transformers import CLIPTokenizer
 
@@ -118,12 +124,12 @@ def test_the_exported_tokenizer_is_open_clips(tmp_path, capsys):
 
     for text in ODD:
         assert theirs(text, truncation=True)["input_ids"] == tokens(text), text
-    # What docs/export.md says is different: open_clip repairs texts with ftfy first.
+    # The difference that docs/export.md names: open_clip repairs texts with ftfy first.
     for text in ("don’t", "&amp;", "ﬁne", "SchÃ¶n"):
         assert theirs(text)["input_ids"] != tokens(text), text
 
 
-def test_open_clip_gives_our_embeddings(tmp_path, capsys):
+def test_open_clip_computes_the_same_embeddings(tmp_path, capsys):
     script = "import sys, warnings, torch\nwarnings.simplefilter('ignore')\n"
     for name, config, suffix in (("vit", VIT, "safetensors"), ("resnet", RESNET, "pt")):
         directory = checkpoint(tmp_path / name, config)
@@ -165,8 +171,28 @@ def test_whole_models_are_exported(name, tmp_path, capsys):
         ("ViT-L-14-CLIPA", "vision_cfg has no_ln_pre = True"),
     ],
 )
-def test_other_architectures_are_refused(model, reason):
+def test_unsupported_architectures(model, reason):
     assert reason in str(unsupported(model_config_of(model)[1], {}))
+
+
+@pytest.mark.parametrize(
+    ("change", "preprocess", "reason"),
+    [
+        ({"vision_cfg": {"pool_type": "avg"}}, {}, "vision_cfg has pool_type = avg"),
+        ({"vision_cfg": {"image_size": [32, 64]}}, {}, "not square"),
+        ({"vision_cfg": {"qk_norm": True}}, {}, "qk_norm"),
+        ({"text_cfg": {"pool_type": "last"}}, {}, "text_cfg has pool_type = last"),
+        ({"text_cfg": {"no_causal_mask": True}}, {}, "no_causal_mask"),
+        ({"text_cfg": {"vocab_size": 32000}}, {}, "vocabulary has 32000"),
+        ({"text_cfg": {"tokenizer_kwargs": {"clean": "canonicalize"}}}, {}, "tokenizer_kwargs"),
+        ({"init_logit_bias": -10}, {}, "bias"),
+        ({}, {"resize_mode": "longest"}, "padded"),
+    ],
+)
+def test_unsupported_settings(change, preprocess, reason):
+    assert unsupported(VIT, {}) is None
+    config = VIT | {key: VIT[key] | value if key in VIT else value for key, value in change.items()}
+    assert reason in str(unsupported(config, preprocess))
 
 
 def test_the_documentation_counts_the_architectures():
@@ -176,110 +202,76 @@ def test_the_documentation_counts_the_architectures():
         assert f"{count} of open_clip 3.3's architectures" in (ROOT / "docs" / "export.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("part", "change", "reason"),
-    [
-        ("vision_cfg", {"pool_type": "avg"}, "vision_cfg has pool_type = avg"),
-        ("vision_cfg", {"image_size": [32, 64]}, "not square"),
-        ("vision_cfg", {"qk_norm": True}, "qk_norm"),
-        ("text_cfg", {"pool_type": "last"}, "text_cfg has pool_type = last"),
-        ("text_cfg", {"no_causal_mask": True}, "no_causal_mask"),
-        ("text_cfg", {"vocab_size": 32000}, "vocabulary has 32000"),
-        ("text_cfg", {"tokenizer_kwargs": {"clean": "canonicalize"}}, "tokenizer_kwargs"),
-    ],
-)
-def test_other_towers_are_refused(part, change, reason):
-    assert unsupported(VIT, {}) is None
-    assert reason in str(unsupported(VIT | {part: VIT[part] | change}, {}))
-    assert "bias" in str(unsupported(VIT | {"init_logit_bias": -10}, {}))
-    assert "padded" in str(unsupported(VIT, {"resize_mode": "longest"}))
-
-
-def test_mistakes_are_one_line_and_leave_nothing(tmp_path, capsys, monkeypatch):
-    resnet = str(checkpoint(tmp_path / "ours", RESNET))
-    out = tmp_path / "out"
-    assert "is a ResNet; use --format open_clip" in refusal(
-        ["export", resnet, str(out), "--format", "transformers"], capsys
-    )
-    assert "ends in .safetensors or .pt" in refusal(["export", resnet, str(out)], capsys)
-    assert "say of what with --model" in refusal(["export", f"{resnet}/open_clip_model.safetensors", "x.pt"], capsys)
-    assert "no such run" in refusal(["export", str(tmp_path / "absent"), "x.pt"], capsys)
+def test_refusals_write_nothing(tmp_path, capsys, monkeypatch):
+    resnet, out = checkpoint(tmp_path / "ours", RESNET), tmp_path / "out"
+    over = ["--format", "transformers", "--overwrite"]
+    assert refused(capsys, resnet, out, *over) == "export.unsupported_model"
+    assert refused(capsys, resnet, out) == "export.bad_suffix"
+    assert refused(capsys, resnet / "open_clip_model.safetensors", "x.pt") == "export.missing_model"
+    assert refused(capsys, resnet, "x.pt", "--model", "RN50") == "export.unexpected_model"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
-    (tmp_path / "there.pt").write_text("mine")
-    assert "--overwrite" in refusal(["export", resnet, str(tmp_path / "there.pt")], capsys)
+    file = tmp_path / "file.pt"
+    file.write_text("mine")
+    assert refused(capsys, resnet, file) == refused(capsys, resnet, file, *over) == "export.exists"
     for absent in (["absent"], ["absent.pt", "--model", "ViT-B-32"]):
-        line = refusal(["export", *absent, str(tmp_path / "there.pt")], capsys)
-        assert f"no such run, checkpoint or file of weights: {absent[0]}" in line
-    assert (tmp_path / "there.pt").read_text() == "mine"
+        assert refused(capsys, absent[0], file, *absent[1:]) == "checkpoint.not_found"
+    assert file.read_text() == "mine"
     out.mkdir()
     (out / "thesis.tex").write_text("x")
-    arguments = ["export", resnet, str(out), "--format", "transformers", "--overwrite"]
-    assert "is no model directory" in refusal(arguments, capsys)
+    assert refused(capsys, resnet, out, *over) == refused(capsys, resnet, out, "--overwrite") == "export.exists"
     monkeypatch.setitem(sys.modules, "transformers", None)
-    vit = str(checkpoint(tmp_path / "vit", VIT))
-    arguments = ["export", vit, str(tmp_path / "new"), "--format", "transformers"]
-    assert "pip install 'leanclip[transformers]'" in refusal(arguments, capsys)
+    assert refused(capsys, resnet, tmp_path / "new", "--format", "transformers") == "install.transformers"
 
 
-def test_a_config_of_another_model_stays(tmp_path, capsys):
+def test_a_config_of_another_model_is_kept(tmp_path, capsys):
     vit, resnet = checkpoint(tmp_path / "vit", VIT), checkpoint(tmp_path / "resnet", RESNET)
     config = tmp_path / "one.json"
     config.write_text(json.dumps(VIT))  # the user's own, on one line
-    weights = str(vit / "open_clip_model.safetensors")
-    export(weights, tmp_path / "one.safetensors", "--model", config)
+    export(vit / "open_clip_model.safetensors", tmp_path / "one.safetensors", "--model", config)
     assert f"wrote {config}" not in capsys.readouterr().out
-    line = refusal(["export", str(resnet), str(tmp_path / "one.pt")], capsys)
-    assert f"{config} exists" in line and line.endswith("give another name, or --overwrite")
+    assert refused(capsys, resnet, tmp_path / "one.pt") == "export.exists"
     assert config.read_text() == json.dumps(VIT) and not (tmp_path / "one.pt").exists()
     export(resnet, tmp_path / "one.pt", "--overwrite")
-    assert f"wrote {config}" in capsys.readouterr().out
-    assert json.loads(config.read_text()) == RESNET
+    assert f"wrote {config}" in capsys.readouterr().out and json.loads(config.read_text()) == RESNET
 
 
-def test_wrong_weights_are_not_written(tmp_path, capsys, monkeypatch):
-    from leanclip.models import transformers_clip
-
-    right = transformers_clip.renamed
+def test_an_export_with_other_embeddings_is_not_written(tmp_path, capsys, monkeypatch):
+    renamed = transformers_clip.renamed
 
     def swapped(weights):
-        found = right(weights)
-        one, two = "vision_model.encoder.layers.0.layer_norm1.bias", "vision_model.encoder.layers.0.layer_norm2.bias"
-        return found | {one: found[two], two: found[one]}
+        converted = renamed(weights)
+        one, two = (f"vision_model.encoder.layers.0.layer_norm{number}.bias" for number in (1, 2))
+        return converted | {one: converted[two], two: converted[one]}
 
     monkeypatch.setattr(transformers_clip, "renamed", swapped)
-    out = tmp_path / "theirs"
-    line = refusal(["export", str(checkpoint(tmp_path / "ours", VIT)), str(out), "--format", "transformers"], capsys)
-    assert "was not written: its embeddings differ from ours" in line
-    assert not out.exists() and len(list(tmp_path.iterdir())) == 1
+    directory = checkpoint(tmp_path / "ours", VIT)
+    assert refused(capsys, directory, tmp_path / "out", "--format", "transformers") == "export.different"
+    assert list(tmp_path.iterdir()) == [directory]
 
 
-def test_an_export_stays_until_its_successor_is_complete(tmp_path, capsys, monkeypatch):
+def test_an_export_is_kept_until_its_replacement_is_complete(tmp_path, capsys, monkeypatch):
     vit, resnet = checkpoint(tmp_path / "vit", VIT), checkpoint(tmp_path / "resnet", RESNET)
-    out, aside = tmp_path / "theirs", tmp_path / ".theirs.old"
-    over = ["--format", "transformers", "--overwrite"]
+    out, over = tmp_path / "out", ["--format", "transformers", "--overwrite"]
     export(vit, out, *over)
     (out / "mine.txt").write_text("old")
-    refused = ["export", str(resnet), str(out), *over]
 
     def only_the_old_one():
-        there = sorted(path.name for path in tmp_path.iterdir())
-        return there == ["resnet", "theirs", "vit"] and (out / "mine.txt").is_file()
+        return (
+            sorted(path.name for path in tmp_path.iterdir()) == ["out", "resnet", "vit"]
+            and (out / "mine.txt").is_file()
+        )
 
-    assert "is a ResNet" in refusal(refused, capsys)
-    assert only_the_old_one()
-    out.rename(aside)  # where a process was killed between the two renames
-    (tmp_path / ".theirs.tmp").mkdir()
-    (tmp_path / ".theirs.tmp" / "half.txt").write_text("half")
-    assert "is a ResNet" in refusal(refused, capsys)
-    assert only_the_old_one()
-
+    assert refused(capsys, resnet, out, *over) == "export.unsupported_model" and only_the_old_one()
+    out.rename(tmp_path / ".out.old")  # where a process was killed between the two renames
+    (tmp_path / ".out.tmp").mkdir()
+    (tmp_path / ".out.tmp" / "half.txt").write_text("half")
+    assert refused(capsys, resnet, out, *over) == "export.unsupported_model" and only_the_old_one()
     with monkeypatch.context() as patch:
         rename = Path.rename
-        patch.setattr(Path, "rename", lambda path, to: rename(path, to) if path.name != ".theirs.tmp" else 1 / 0)
+        patch.setattr(Path, "rename", lambda path, to: rename(path, to) if path.name != ".out.tmp" else 1 / 0)
         with pytest.raises(ZeroDivisionError):
             export(vit, out, *over)
     assert only_the_old_one()
-
     export(vit, out, *over)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["resnet", "theirs", "vit"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "resnet", "vit"]
     assert (out / "config.json").is_file() and not (out / "mine.txt").exists()

@@ -1,4 +1,4 @@
-"""Barriers in compiled kernels."""
+"""Barriers in compiled kernels (kernel_barriers.py)."""
 
 import subprocess
 import sys
@@ -20,11 +20,11 @@ def kernel(in_ptr0, out_ptr0, out_ptr1, xnumel, r0_numel):
 BARRIER = "\n        tl.debug_barrier()"
 
 
-def test_a_barrier_stands_behind_a_store_that_is_loaded_again():
-    """And behind no other; one that is there is enough."""
-    mended = KERNEL.format(first=BARRIER)
-    assert with_barriers(KERNEL.format(first="")) == mended
-    assert with_barriers(mended) == mended
+def test_a_barrier_follows_a_store_that_is_loaded_later():
+    """And no other store; an existing barrier is not repeated."""
+    fixed = KERNEL.format(first=BARRIER)
+    assert with_barriers(KERNEL.format(first="")) == fixed
+    assert with_barriers(fixed) == fixed
 
 
 def test_a_store_over_several_lines_is_left_alone():
@@ -51,6 +51,6 @@ assert seen == [("kernel", source.replace("\\n", "\\ntl.debug_barrier()\\n"), "c
 
 
 @pytest.mark.parametrize("what", ["a block", "a tower"])
-def test_what_is_compiled_is_mended(what):
+def test_compiled_kernels_get_barriers(what):
     done = subprocess.run([sys.executable, "-c", CODE, what], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

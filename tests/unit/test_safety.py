@@ -26,6 +26,7 @@ from leanclip.models import ModelConfig, create_model
 from leanclip.models.untrusted import check_weights, read_torch_file
 from leanclip.packing.folder import Folder
 from leanclip.reporting import write_report
+from refusal import refuses
 
 SOURCE = Path(leanclip.__file__).parent
 SMALL = {
@@ -197,7 +198,7 @@ def test_no_entry_runs_code(entry, tmp_path, marker, small, capsys):
 def test_loading_a_checkpoint_directory_in_python(tmp_path, marker):
     (tmp_path / "open_clip_model.safetensors").write_bytes(torch_zip(marker))
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": SMALL, "preprocess_cfg": {}}))
-    with pytest.raises(UserError, match="cannot be read"):
+    with refuses("weights.damaged", "open_clip_model.safetensors"):
         leanclip.load(tmp_path)
     assert not marker.exists()
 
@@ -209,7 +210,7 @@ def test_a_checkpoint_that_describes_no_model_is_refused(model, tmp_path):
     (tmp_path / "open_clip_model.safetensors").write_bytes(b"")
     config = json.dumps({"model_cfg": model, "preprocess_cfg": {}}) if model is not None else "["
     (tmp_path / "open_clip_config.json").write_text(config)
-    with pytest.raises(UserError, match=r"does not describe a model|cannot build"):
+    with refuses("model.bad_config"):
         leanclip.load(tmp_path)
 
 
@@ -238,7 +239,7 @@ def test_sound_weights_are_still_read_and_every_load_says_weights_only(tmp_path,
         raise TypeError("as a file can provoke it")
 
     monkeypatch.setattr(torch, "load", complaining)
-    with pytest.raises(UserError, match="holds no weights"):
+    with refuses("weights.not_weights", "new.pt"):
         read_torch_file(tmp_path / "new.pt")
 
 
@@ -250,7 +251,7 @@ def test_a_file_that_is_cut_short_is_said_to_be(share, tmp_path, small):
     for path in (tmp_path / "cut.safetensors", tmp_path / "cut.pt"):
         content = path.read_bytes()
         path.write_bytes(content[: int(share * len(content))])
-        with pytest.raises(UserError, match=f"{path.name} cannot be read: it is damaged or incomplete"):
+        with refuses("weights.damaged", path.name):
             create_model(ModelConfig(model=str(small), pretrained=str(path)))
 
 

@@ -1,4 +1,4 @@
-"""leanclip export: a trained model for other libraries."""
+"""leanclip export: trained models for other libraries."""
 
 import contextlib
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from leanclip.cli.parse import parse
 from leanclip.errors import UserError
 from leanclip.inference import find_model, load_model
 from leanclip.models import ModelConfig, TwoTower, create_model
-from leanclip.models.export import TOLERANCE, Exported, export_open_clip, export_transformers
+from leanclip.models.export import TOLERANCE, export_open_clip, export_transformers
 from leanclip.runs import RunDirectory
 from leanclip.runs.metrics import read_results
 from leanclip.runs.model_card import model_card
 
-DESCRIPTION = """Write a trained model for other libraries, read it back and compare its embeddings before saying so.
+DESCRIPTION = """Export a trained model to another library. The export is loaded again and compared.
 
-  open_clip:     one file of weights, OUT.safetensors or OUT.pt.
+  open_clip:     one weights file, OUT.safetensors or OUT.pt.
   transformers:  a directory for CLIPModel.from_pretrained, with tokenizer, image processor and model card;
-                 for CLIP's own vision transformers, the only ones that CLIPModel has.
+                 for CLIP's vision transformers only.
 
-Neither needs a network or an account.
+No network or account is needed.
 
   leanclip export logs/mine mine.safetensors
   leanclip export logs/mine/checkpoints/best mine-hf --format transformers
@@ -34,58 +34,70 @@ Neither needs a network or an account.
 @dataclass(frozen=True, kw_only=True)
 class ExportCommand:
     checkpoint: str
-    """A run (its last checkpoint), a checkpoint directory, or a file of weights together with --model."""
+    """A run (its last checkpoint), a checkpoint directory, or a weights file together with --model."""
     out: str
     """The file or directory to write."""
     format: Literal["open_clip", "transformers"] = "open_clip"
     """open_clip: one file. transformers: a CLIPModel directory."""
     model: str | None = None
-    """What a file of weights is of: an open_clip model name, or a config file."""
+    """The architecture of a weights file: an open_clip model name, or a config file."""
     overwrite: bool = False
-    """Replace OUT, and the .json beside it."""
+    """Replace an existing OUT, and the .json beside it."""
 
 
 def run(arguments: list[str]) -> None:
     command = parse(ExportCommand, arguments, command="export", description=DESCRIPTION)
     source, out = Path(command.checkpoint), Path(command.out)
-    found = _find(source, command.model)
-    if out.exists() and not command.overwrite:
-        raise UserError(f"{out} exists; give another name, or --overwrite")
-    given = command.model
-    model = load_model(found) if given is None else create_model(ModelConfig(model=given, pretrained=str(found)))
+    weights = _find_weights(source, command.model)
+    _check_target(out, command)
+    if command.model is None:
+        model = load_model(weights)
+    else:
+        model = create_model(ModelConfig(model=command.model, pretrained=str(weights)))
     console = Console(soft_wrap=True, highlight=False)
     with console.status("exporting and comparing") if console.is_terminal else contextlib.nullcontext():
-        exported = _export(model, source, out, command)
+        if command.format == "open_clip":
+            exported = export_open_clip(model, out, overwrite=command.overwrite)
+        else:
+            exported = export_transformers(model, out, lambda: _card(model, source, out.name))
     for path in exported.files:
         console.print(f"wrote {path}")
     console.print(f"loaded again: embeddings equal to {TOLERANCE:g} (largest difference {exported.difference:.1g})\n")
     console.print(exported.load, markup=False)
 
 
-def _find(source: Path, model: str | None) -> Path:
-    """A file of weights, where a model is given, else a checkpoint directory."""
+def _find_weights(source: Path, model: str | None) -> Path:
+    """A weights file if --model is given, else a checkpoint directory."""
     if not source.exists():
-        raise UserError(f"no such run, checkpoint or file of weights: {source}")
+        raise UserError(f"no such run, checkpoint or weights file: {source}", code="checkpoint.not_found")
+    if source.is_file() == (model is not None):
+        return source if source.is_file() else find_model(source)
     if source.is_file():
-        if model is None:
-            raise UserError(f"{source} holds weights only; say of what with --model")
-        return source
-    if model is not None:
-        raise UserError(f"--model is for a file of weights; {source} says itself what it is")
-    return find_model(source)
+        raise UserError(
+            f"{source} holds weights only; give their architecture with --model", code="export.missing_model"
+        )
+    raise UserError(
+        f"--model is for a weights file; {source} records its architecture", code="export.unexpected_model"
+    )
 
 
-def _export(model: TwoTower, source: Path, out: Path, command: ExportCommand) -> Exported:
-    if command.format == "open_clip":
-        if out.is_dir():
-            raise UserError(f"{out} is a directory; an open_clip export is one file")
-        return export_open_clip(model, out, overwrite=command.overwrite)
-    if out.is_dir():
-        if any(out.iterdir()) and not (out / "config.json").is_file():
-            raise UserError(f"{out} is no model directory, so --overwrite leaves it alone; give another name")
-    elif out.exists():
-        raise UserError(f"{out} is a file; a transformers export is a directory")
-    return export_transformers(model, out, lambda: _card(model, source, out.name))
+def _check_target(out: Path, command: ExportCommand) -> None:
+    """Refuse to overwrite anything, or, with --overwrite, anything that is not an export of this format."""
+    if not out.exists():
+        return
+    if not command.overwrite:
+        raise UserError(f"{out} exists; give another name, or --overwrite", code="export.exists")
+    if out.is_dir() != (command.format == "transformers"):
+        raise UserError(
+            f"--format {command.format} writes {'one file' if out.is_dir() else 'a directory'}, which cannot replace"
+            f" {out}; give another name",
+            code="export.exists",
+        )
+    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
+        raise UserError(
+            f"{out} is not a model directory, so --overwrite does not replace it; give another name",
+            code="export.exists",
+        )
 
 
 def _card(model: TwoTower, source: Path, name: str) -> str:
