@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageDraw
 
-from browser import NAMES, find_browser, inspect_page
+from browser import inspect_page, needs_browser
 from leanclip.errors import UserError
 from leanclip.reporting import write_report
 from leanclip.reporting.report_sections import (
@@ -22,8 +22,6 @@ from leanclip.reporting.report_sections import (
     training_charts,
 )
 from leanclip.reporting.run_reader import read_run
-
-needs_browser = pytest.mark.skipif(find_browser() is None, reason=f"none of {', '.join(NAMES)} is installed")
 
 CAPTIONS = (
     "a red circle on a pale background",
@@ -338,12 +336,12 @@ def test_browser_shows_the_report(tmp_path: Path, width: int, dark: bool):
 @needs_browser
 def test_browser_shows_values_under_the_pointer(tmp_path: Path):
     report = write_report(write_run(tmp_path / "run"))
-    point = """
+    point = """() => {
       const svg = document.querySelectorAll("svg[data-chart]")[7];
       const box = svg.getBoundingClientRect();
       svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + 0.5 * box.width, clientY: box.top }));
-    """
-    state = inspect_page(report, tmp_path / "page.png", action=point)
+    }"""
+    state = inspect_page(report, tmp_path / "page.png", script=point)
     assert state.console == []
     assert "step 1,000\nrecall@1  13.3" in state.text
     assert "\nrecall@5  30.504 %\nrecall@10  38.13 %" in state.text
@@ -361,6 +359,6 @@ def test_browser_check_finds_what_is_wrong(tmp_path: Path):
     state = inspect_page(bad, tmp_path / "bad.png")
     assert state.images == 3
     assert state.broken == ["gone", "garbage"]
-    assert state.charts == [(0, 9)]
+    assert state.charts == [[0, 9]]
     assert any("careful" in text for text in state.console)
     assert any("undefinedFunction is not defined" in text for text in state.console)

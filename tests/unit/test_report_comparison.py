@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report import eval_row, needs_browser, page, panel, picture, train_row, write_run
+from test_report import eval_row, page, panel, picture, train_row, write_run
 
-from browser import inspect_page
+from browser import inspect_page, needs_browser
 from leanclip.cli import main
 from leanclip.errors import UserError
 from leanclip.reporting import write_report
@@ -265,7 +265,7 @@ def test_markup_is_text_on_every_page(tmp_path: Path):
 def test_browser_shows_three_compared_runs(tmp_path: Path, width: int, dark: bool):
     report = write_report(evil_runs(tmp_path), tmp_path / "comparison.html")
     opened = "document.querySelectorAll('details').forEach((d) => d.open = true)"
-    state = inspect_page(report, tmp_path / "page.png", width=width, dark=dark, action=opened)
+    state = inspect_page(report, tmp_path / "page.png", width=width, dark=dark, script=opened)
     assert state.console == [] and state.broken == []
     assert state.images == 3 * (3 + 3 * 3)
     assert len(state.charts) >= 10 and all(w > 200 and h > 100 for w, h in state.charts)
