@@ -61,7 +61,7 @@ def inspect_page(
         page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light")
         page.on("console", lambda message: console.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: console.append(f"exception: {error}"))
-        page.on("dialog", lambda dialog: (console.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("dialog", lambda dialog: console.append(f"dialog: {dialog.message}") or dialog.dismiss())
         page.on("request", lambda request: requests.append(request.url))
         page.goto(path.resolve().as_uri())
         if script:

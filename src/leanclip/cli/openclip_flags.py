@@ -1,7 +1,7 @@
-"""OpenCLIP's command lines: every flag of open_clip_train 3.3.0, and what `leanclip train` makes of it.
+"""OpenCLIP's command lines: every flag of open_clip_train 3.3.0, and its replacement in `leanclip train`.
 
-FLAGS is the one source: `from_openclip` rewrites a command line by it, and
-`python -m leanclip.cli.openclip_flags docs/from-openclip.md` writes it as a table into the documentation.
+openclip_flags.txt is the one source: `from_openclip` rewrites a command line by it, and
+`python -m leanclip.cli.openclip_flags docs/from-openclip.md` writes it into the documentation.
 """
 
 import ast
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from leanclip.distributed import detect_launch
 from leanclip.errors import UserError
@@ -18,52 +18,78 @@ from leanclip.losses import LOSSES
 from leanclip.losses.registry import spec_of
 from leanclip.runs import TrainConfig
 
-Status = Literal["honoured", "translated", "ignored", "refused"]
 START, END = "<!-- table: python -m leanclip.cli.openclip_flags docs/from-openclip.md -->", "<!-- end of table -->"
 
-# The flags without a value that we do not have by the same name.
-SWITCHES = {
-    "dataset-resampled", "log-local", "skip-scheduler", "save-most-recent", "pretrained-image", "siglip", "trace",
-    "lock-image-freeze-bn-stats", "lock-text-freeze-layer-norm", "local-loss", "gather-with-grad", "torchscript",
-    "torchcompile", "debug", "copy-codebase", "horovod", "ddp-static-graph", "no-set-device-rank",
-    "delete-previous-checkpoint",
-}  # fmt: skip
-# Flags of ours that may stand alone, for this value.
-BARE = {"grad-checkpointing": "True", "compile": "on", "graph": "on"}
-# What OpenCLIP has where nothing is given, as far as it is another value than ours.
+# OpenCLIP's defaults that differ from leanclip's.
 DEFAULTS = {
     "loss": "infonce", "model": "RN50", "batch-size": "64", "lr": "5e-4", "wd": "0.2", "warmup": "10000",
     "precision": "amp", "workers": "4", "save-frequency": "1", "val-frequency": "1",
 }  # fmt: skip
+AUGMENTATION = {
+    "scale": "aug-scale",
+    "color_jitter": "aug-color-jitter",
+    "color_jitter_prob": "aug-color-jitter-prob",
+    "gray_scale_prob": "aug-gray-scale-prob",
+}
+PRECISIONS = {"bf16": "amp_bf16", "pure_bf16": "amp_bf16", "fp16": "amp", "pure_fp16": "amp"}
+
+
+class Flag(NamedTuple):
+    """A flag of OpenCLIP, and a text about it for the documentation and for notes."""
+
+    name: str
+    status: str  # honoured, translated, ignored or refused
+    text: str
+    takes_value: bool
+
+    @classmethod
+    def of(cls, row: str) -> "Flag":
+        name, status, text = (cell.strip() for cell in row.split("|"))
+        return cls(name.removesuffix("="), status, text, name.endswith("="))
+
+
+TABLE = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+FLAGS = tuple(Flag.of(row) for row in TABLE.splitlines() if not row.startswith("#"))
+BY_NAME = {flag.name: flag for flag in FLAGS}
+OURS = {
+    entry.name.replace("_", "-")
+    for part in fields(TrainConfig())
+    for entry in fields(getattr(TrainConfig(), part.name))
+}
+OURS_OUTSIDE_SETTINGS = {"recipe", "config", "dry-run", "profile", "help", "help-all"}
+
+
+def mistake(text: str) -> UserError:
+    return UserError(text, code="openclip.bad_value")
 
 
 @dataclass
 class Line:
     """A command line by flag, without dashes in front and with dashes inside; the last of several wins."""
 
-    given: dict[str, list[str]]
-    loose: list[str]  # words before the first flag: mistakes, which the parser names
-    notes: dict[str, list[str]] = field(default_factory=dict)  # what is said, of which flags
+    flags: dict[str, list[str]]
+    loose: list[str]  # words before the first flag, which the parser refuses
+    notes: dict[str, list[str]] = field(default_factory=dict)  # flags by note
     foreign: bool = False  # has flags that only OpenCLIP has
 
     @classmethod
     def of(cls, arguments: list[str]) -> "Line":
-        given: dict[str, list[str]] = {}
+        flags: dict[str, list[str]] = {}
         loose: list[str] = []
-        into = loose
+        values = loose
         for word in arguments:
             if re.match(r"--[A-Za-z]", word):
                 name, equals, value = word.removeprefix("--").partition("=")
                 name = name.replace("_", "-")
-                given.pop(name, None)
-                into = given[name] = [value] if equals else []
+                flags.pop(name, None)
+                values = flags[name] = [value] if equals else []
             else:
-                into.append(word)
-        return cls(given, loose)
+                values.append(word)
+        return cls(flags, loose)
 
     def arguments(self) -> list[str]:
         words = list(self.loose)
-        for name, values in self.given.items():
+        for name, values in self.flags.items():
             joined = len(values) == 1 and values[0].startswith("-")  # a value that looks like a flag
             words += [f"--{name}={values[0]}"] if joined else [f"--{name}", *values]
         return words
@@ -71,50 +97,40 @@ class Line:
     def note(self, name: str, text: str) -> None:
         self.notes.setdefault(text, []).append(f"--{name}")
 
-    def one(self, name: str) -> str | None:
-        values = self.given.get(name)
+    def set(self, name: str, *values: str, because: str) -> None:
+        """Give a flag of ours these values, with a note at the flag of OpenCLIP that they come from."""
+        self.flags[name] = list(values)
+        self.note(because, f"becomes {' '.join([f'--{name}', *values])}")
+
+    def value(self, name: str) -> str | None:
+        values = self.flags.get(name)
         return values[0] if values else None
 
     def take(self, name: str) -> str:
-        """The value of a flag, which leaves the line."""
-        values = self.given.pop(name)
+        """The value of a flag, which is removed."""
+        values = self.flags.pop(name)
         if len(values) != 1:
-            raise UserError(f"--{name} takes one value, not {len(values)}")
+            raise mistake(f"--{name} takes one value, not {len(values)}")
         return values[0]
 
     def number(self, name: str, default: int) -> int:
         """The value of a flag as a whole number, which may be written 4e8."""
-        value = self.one(name)
+        value = self.value(name)
         try:
             return default if value is None else int(float(value))
         except ValueError:
-            raise UserError(f"--{name} {value}: expected a number") from None
+            raise mistake(f"--{name} {value}: expected a number") from None
 
 
-class Flag(NamedTuple):
-    """A flag of OpenCLIP's. `text` says what becomes of it; `rule` rewrites it where it is translated."""
-
-    name: str
-    status: Status
-    text: str
-    rule: Callable[[Line], None] | None = None
+# ---- Rules of flags for which the table is not enough. A rule changes the line and adds notes.
 
 
-def _same(name: str, text: str = "the same flag", rule: Callable[[Line], None] | None = None) -> Flag:
-    return Flag(name, "honoured", text, rule)
-
-
-# ---- The rules of translated flags. Each takes its flag out of the line, puts ours in, and says so.
-
-
-def _train_data(line: Line) -> None:
+def _data(line: Line, name: str) -> None:
     """webdataset's pipes become the URLs inside them, which are read directly."""
-    for name in ("train-data", "val-data"):
-        data = line.one(name) or ""
-        if "pipe:" in data:
-            plain = [_without_pipe(part) for part in data.split("::")]
-            line.given[name] = ["::".join(plain)]
-            line.note(name, "is read without the command in its pipe:")
+    data = line.value(name) or ""
+    if "pipe:" in data:
+        line.flags[name] = ["::".join(_without_pipe(part) for part in data.split("::"))]
+        line.note(name, "is read without the command of its pipe:")
 
 
 def _without_pipe(data: str) -> str:
@@ -122,120 +138,93 @@ def _without_pipe(data: str) -> str:
         return data
     urls = [word for word in data.split() if re.match(r"(s3|gs|gcs|https?|hdfs)://", word)]
     if len(urls) != 1:
-        raise UserError(f"{data}: commands in a pipe: are not run; give files or URLs (s3://, gs://, https://)")
+        raise mistake(f"{data}: commands in a pipe: are not run; give files or URLs (s3://, gs://, https://)")
     return urls[0]
 
 
-def _sample_count(line: Line) -> None:
-    line.given["train-num-samples"] = [str(line.number("train-num-samples", 0))]
+def _sample_count(line: Line, name: str) -> None:
+    line.flags[name] = [str(line.number(name, 0))]
 
 
-def _dataset_type(line: Line) -> None:
-    kind, data = line.take("dataset-type"), line.one("train-data") or ""
+def _dataset_type(line: Line, name: str) -> None:
+    kind, data = line.take(name), line.value("train-data") or ""
     if kind == "synthetic":
         count = line.number("train-num-samples", 100)
-        line.given.pop("train-num-samples", None)
-        line.given["train-data"] = [f"synthetic:{count}"]
-        line.note("dataset-type", f"becomes --train-data synthetic:{count}")
+        line.flags.pop("train-num-samples", None)
+        line.set("train-data", f"synthetic:{count}", because=name)
     elif kind not in ("webdataset", "csv", "auto"):
-        raise UserError(f"--dataset-type {kind}: OpenCLIP knows webdataset, csv, synthetic and auto")
+        raise mistake(f"--dataset-type {kind}: choose from webdataset, csv, synthetic, auto")
     elif kind != "auto" and data and data.lower().endswith((".csv", ".tsv")) != (kind == "csv"):
-        raise UserError(f"--dataset-type {kind} and --train-data {data}: the name of a table ends in .csv or .tsv")
+        raise mistake(f"--dataset-type {kind} and --train-data {data}: the name of a table ends in .csv or .tsv")
     else:
-        line.note("dataset-type", "is not needed: the name of the data says what they are")
+        line.note(name, "is not needed: the name of the data decides the format")
 
 
-def _dataset_resampled(line: Line) -> None:
+def _dataset_resampled(line: Line, name: str) -> None:
     """A run with replacement is as long as its virtual epochs, which are not passes over the data."""
-    del line.given["dataset-resampled"]
-    text = "is not needed: every epoch visits every sample once, in another order"
+    del line.flags[name]
+    line.note(name, "is not supported: every epoch visits every sample once, in a new order")
     count, epochs = line.number("train-num-samples", 0), line.number("epochs", TrainConfig().run.epochs)
     batch = line.number("batch-size", 0) * line.number("accum-freq", 1) * detect_launch().size
-    if count and batch and "max-steps" not in line.given:
-        steps = epochs * max(1, count // batch)
-        line.given["max-steps"] = [str(steps)]
-        line.note("dataset-resampled", f"{text}; --max-steps {steps} ends the run after {epochs} times {count:,}")
-    else:
-        line.note("dataset-resampled", text)
+    if count and batch and "max-steps" not in line.flags:
+        line.set("max-steps", str(epochs * max(1, count // batch)), because=name)
 
 
-def _accum_freq(line: Line) -> None:
-    """OpenCLIP multiplies the batch by it, and computes it in pieces of the old batch size."""
-    times, batch = line.number("accum-freq", 1), line.number("batch-size", int(DEFAULTS["batch-size"]))
-    del line.given["accum-freq"]
+def _accum_freq(line: Line, name: str) -> None:
+    """OpenCLIP multiplies the batch by it, and computes it in micro-batches of the old batch size."""
+    times, batch = line.number(name, 1), line.number("batch-size", int(DEFAULTS["batch-size"]))
+    del line.flags[name]
     if times < 1:
-        raise UserError(f"--accum-freq {times}: it must be at least 1")
+        raise mistake(f"--accum-freq {times}: it must be at least 1")
     if times > 1:
-        line.given |= {"batch-size": [str(times * batch)], "micro-batch": [str(batch)]}
-        line.note("accum-freq", f"becomes --batch-size {times * batch} --micro-batch {batch}")
+        line.set("batch-size", str(times * batch), because=name)
+        line.set("micro-batch", str(batch), because=name)
 
 
-def _precision(line: Line) -> None:
-    asked = line.one("precision") or ""
-    ours = {"bf16": "amp_bf16", "pure_bf16": "amp_bf16", "fp16": "amp", "pure_fp16": "amp"}.get(asked)
-    if ours is not None:
-        line.given["precision"] = [ours]
-        line.note("precision", f"{asked} becomes {ours}: weights stay in float32")
+def _precision(line: Line, name: str) -> None:
+    if precision := PRECISIONS.get(line.value(name) or ""):
+        line.set(name, precision, because=name)
 
 
-def _eps(line: Line) -> None:
-    """Ours is the loss's. OpenCLIP's is meant on a line of OpenCLIP's, and where the loss has none."""
-    loss = line.one("loss")
-    takes = loss is None or (loss in LOSSES and spec_of(loss).defaults.eps is not None)
-    if not takes or (line.foreign and loss is None):
-        line.given["eps-opt"] = [line.take("eps")]
-        line.note("eps", "becomes --eps-opt: leanclip's own --eps belongs to the loss")
+def _eps(line: Line, name: str) -> None:
+    """leanclip's --eps belongs to the loss. OpenCLIP's is meant on a line of OpenCLIP, and if the loss has none."""
+    loss = line.value("loss")
+    loss_has_eps = loss is None or (loss in LOSSES and spec_of(loss).defaults.eps is not None)
+    if not loss_has_eps or (line.foreign and loss is None):
+        line.set("eps-opt", line.take(name), because=name)
 
 
-def _opt(line: Line) -> None:
-    name = line.one("opt") or ""
-    if name.startswith("timm/"):
-        line.given["opt"] = [name.removeprefix("timm/")]
-        line.note("opt", f"becomes --opt {name.removeprefix('timm/')}")
+def _opt(line: Line, name: str) -> None:
+    if (line.value(name) or "").startswith("timm/"):
+        line.set(name, line.take(name).removeprefix("timm/"), because=name)
 
 
-def _skip_scheduler(line: Line) -> None:
-    del line.given["skip-scheduler"]
-    line.given |= {"lr-scheduler": ["const"], "warmup": ["0"]}
-    line.note("skip-scheduler", "becomes --lr-scheduler const --warmup 0")
+def _cooldown(line: Line, name: str) -> None:
+    """OpenCLIP ignores the flags of a cooldown that it does not make."""
+    value = line.take(name)
+    if line.value("lr-scheduler") != "const-cooldown":
+        line.note(name, "has no effect without --lr-scheduler const-cooldown")
+    elif name == "lr-cooldown-end":
+        line.set("lr-floor", value, because=name)
+    else:
+        line.flags[name] = [value]
 
 
-def _epochs_cooldown(line: Line) -> None:
-    if line.one("lr-scheduler") != "const-cooldown":
-        del line.given["epochs-cooldown"]
-        line.note("epochs-cooldown", "has no effect without --lr-scheduler const-cooldown")
-
-
-def _cooldown_end(line: Line) -> None:
-    value = line.take("lr-cooldown-end")
-    if line.one("lr-scheduler") == "const-cooldown":
-        line.given["lr-floor"] = [value]
-        line.note("lr-cooldown-end", f"becomes --lr-floor {value}")
-
-
-def _resume(line: Line) -> None:
-    """`latest` where there is nothing yet starts a run, so that a job script can be given again and again."""
-    if line.one("resume") != "latest" or not line.foreign:
+def _resume(line: Line, name: str) -> None:
+    """`latest` without a checkpoint starts a run, so that a job script can be submitted again and again."""
+    if line.value(name) != "latest" or not line.foreign:
         return
-    name = line.one("name")
-    checkpoints = Path(line.one("logs") or "logs") / (name or "") / "checkpoints"
-    if name is None:
-        del line.given["resume"]
-        line.note("resume", "latest goes on with the run of a --name; this one starts from the beginning")
+    run = line.value("name")
+    checkpoints = Path(line.value("logs") or "logs") / (run or "") / "checkpoints"
+    if run is None:
+        del line.flags[name]
+        line.note(name, "latest needs --name; this run starts from the beginning")
         return
     saved = sorted(checkpoints.glob("epoch_*.pt"), key=_epoch_of)
     if saved and not any(checkpoints.glob("step_*")):
-        line.given["resume"] = [str(saved[-1])]
-        line.note("resume", f"latest is OpenCLIP's {saved[-1]}")
+        line.set(name, str(saved[-1]), because=name)
     else:
-        line.given["resume"] = ["auto"]
-        line.note("resume", "latest becomes auto: without a checkpoint the run starts from the beginning")
-
-
-def _delete_previous(line: Line) -> None:
-    del line.given["delete-previous-checkpoint"]
-    line.given["keep-last"] = ["1"]
-    line.note("delete-previous-checkpoint", "becomes --keep-last 1")
+        line.set(name, "auto", because=name)
 
 
 def _epoch_of(path: Path) -> float:
@@ -243,274 +232,149 @@ def _epoch_of(path: Path) -> float:
     return float(number) if number.isdigit() else float("inf")  # epoch_latest
 
 
-def _pretrained(line: Line) -> None:
-    if line.given["pretrained"] in ([""], []):
-        del line.given["pretrained"]
+def _pretrained(line: Line, name: str) -> None:
+    if line.flags[name] in ([""], []):
+        del line.flags[name]
 
 
-def _siglip(line: Line) -> None:
-    del line.given["siglip"]
-    if line.one("loss") not in (None, "siglip"):
-        raise UserError(f"--siglip and --loss {line.one('loss')} say different things; give one")
-    line.given["loss"] = ["siglip"]
-    line.note("siglip", "becomes --loss siglip")
+def _siglip(line: Line, name: str) -> None:
+    del line.flags[name]
+    if (loss := line.value("loss")) not in (None, "siglip"):
+        raise mistake(f"--siglip contradicts --loss {loss}; give one")
+    line.set("loss", "siglip", because=name)
 
 
-def _log_every(line: Line) -> None:
-    line.given["log-every"] = [line.take("log-every-n-steps")]
-    line.note("log-every-n-steps", f"becomes --log-every {line.one('log-every')}")
-
-
-def _image_size(line: Line) -> None:
-    values = line.given["force-image-size"]
+def _image_size(line: Line, name: str) -> None:
+    values = line.flags[name]
     if len(set(values)) > 1:
-        raise UserError(f"--force-image-size {' '.join(values)}: images are square here; give one number")
-    line.given["force-image-size"] = values[:1]
+        raise mistake(f"--{name} {' '.join(values)}: only square images are supported; give one number")
+    line.flags[name] = values[:1]
 
 
-def _three(name: str) -> Callable[[Line], None]:
-    def rule(line: Line) -> None:
-        if len(line.given[name]) == 1:  # one number for all three colours
-            line.given[name] = line.given[name] * 3
-
-    return rule
+def _colour_channels(line: Line, name: str) -> None:
+    if len(line.flags[name]) == 1:
+        line.flags[name] *= 3
 
 
-def _logs(line: Line) -> None:
-    if (line.one("logs") or "").lower() == "none":
-        raise UserError("--logs none: a run needs a directory, for its checkpoints if nothing else; give one")
+def _logs(line: Line, name: str) -> None:
+    if (line.value(name) or "").lower() == "none":
+        raise mistake("--logs none: a run needs a directory for its checkpoints; give one")
 
 
-def _aug_cfg(line: Line) -> None:
-    """scale='(0.9, 1.0)' and the like, one word each."""
-    words, ours = line.given.pop("aug-cfg"), []
-    known = {
-        "scale": "aug-scale",
-        "color_jitter": "aug-color-jitter",
-        "color_jitter_prob": "aug-color-jitter-prob",
-        "gray_scale_prob": "aug-gray-scale-prob",
-    }
-    for word in words:
+def _aug_cfg(line: Line, name: str) -> None:
+    """Words such as scale='(0.9, 1.0)'."""
+    for word in line.flags.pop(name):
         key, _, text = word.partition("=")
         try:
             value = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            raise UserError(f"--aug-cfg {word}: expected KEY=VALUE, such as scale='(0.9, 1.0)'") from None
+            raise mistake(f"--aug-cfg {word}: expected KEY=VALUE, such as scale='(0.9, 1.0)'") from None
         if value in (None, False):
             continue
-        if key not in known:
-            raise UserError(
-                f"--aug-cfg {key}: leanclip has {', '.join(known)}, not what OpenCLIP takes from timm; leave it out"
-            )
-        values = [str(item) for item in (value if isinstance(value, tuple | list) else (value,))]
-        line.given[known[key]] = values
-        ours.append(f"--{known[key]} {' '.join(values)}")
-    if ours:
-        line.note("aug-cfg", f"becomes {' '.join(ours)}")
+        if key not in AUGMENTATION:
+            raise mistake(f"--aug-cfg {key}: choose from {', '.join(AUGMENTATION)}; timm's are not supported")
+        values = value if isinstance(value, tuple | list) else (value,)
+        line.set(AUGMENTATION[key], *map(str, values), because=name)
 
 
-FLAGS = (
-    _same("train-data", "the same flag; `pipe:` commands become the URL inside them", _train_data),
-    _same("train-data-upsampling-factors"),
-    _same("val-data"),
-    _same("train-num-samples", "samples are counted; a note says when the number differs", _sample_count),
-    Flag("val-num-samples", "ignored", "is not needed: samples are counted"),
-    Flag(
-        "dataset-type",
-        "translated",
-        "the name of the data says their form; `synthetic` becomes `--train-data synthetic:N`",
-        _dataset_type,
-    ),
-    Flag(
-        "dataset-resampled",
-        "translated",
-        "every epoch visits every sample once; with `--train-num-samples`, `--max-steps` keeps the run's length",
-        _dataset_resampled,
-    ),
-    _same("csv-separator", "the same flag; without it the separator is found"),
-    _same("csv-img-key"),
-    _same("csv-caption-key"),
-    _same("imagenet-val"),
-    _same("imagenet-v2"),
-    Flag("cache-dir", "refused", "set HF_HUB_CACHE in the environment: all that downloads obeys it"),
-    _same("logs", "the same flag; `none` is refused, a run needs a directory", _logs),
-    Flag("log-local", "ignored", "is not needed: the first process writes the run's files"),
-    _same("name"),
-    _same("workers"),
-    _same("batch-size", "the same flag, per process; `--global-batch-size` says it for all"),
-    _same("epochs"),
-    _same("epochs-cooldown", "the same flag", _epochs_cooldown),
-    _same("lr"),
-    _same("beta1"),
-    _same("beta2"),
-    Flag("eps", "translated", "`--eps-opt`; without OpenCLIP's flags on the line, `--eps` is the loss's", _eps),
-    _same("wd"),
-    _same("momentum"),
-    _same("warmup"),
-    _same("opt", "the same flag; `timm/NAME` becomes `NAME`", _opt),
-    _same("use-bn-sync"),
-    Flag("skip-scheduler", "translated", "`--lr-scheduler const --warmup 0`", _skip_scheduler),
-    _same("lr-scheduler"),
-    Flag("lr-cooldown-end", "translated", "`--lr-floor`", _cooldown_end),
-    _same("lr-cooldown-power"),
-    _same("save-frequency", "the same flag; `--save-every` says it in steps"),
-    Flag("save-most-recent", "ignored", "is not needed: checkpoints/last is always the newest, --keep-last stay"),
-    Flag("zeroshot-frequency", "ignored", "is not needed: every evaluation does all, see --val-frequency"),
-    _same("val-frequency", "the same flag; `--eval-every` says it in steps"),
-    _same(
-        "resume",
-        "the same flag; OpenCLIP's `epoch_N.pt` too, and `latest` before the first checkpoint starts the run",
-        _resume,
-    ),
-    _same("precision", "the same flag; `bf16` and `fp16`, pure or not, become `amp_bf16` and `amp`", _precision),
-    _same("model"),
-    _same("pretrained", "the same flag", _pretrained),
-    Flag(
-        "pretrained-image", "refused", "image towers do not start from ImageNet; start both towers with --pretrained"
-    ),
-    _same("lock-image"),
-    _same("lock-image-unlocked-groups"),
-    Flag("lock-image-freeze-bn-stats", "ignored", "is always so in what is locked"),
-    _same("image-mean", "the same flag", _three("image-mean")),
-    _same("image-std", "the same flag", _three("image-std")),
-    _same("image-interpolation"),
-    _same("image-resize-mode"),
-    Flag(
-        "aug-cfg",
-        "translated",
-        "`--aug-scale`, `--aug-color-jitter`, `--aug-color-jitter-prob`, `--aug-gray-scale-prob`; others are refused",
-        _aug_cfg,
-    ),
-    _same("grad-checkpointing", "the same flag; it takes a number of blocks too"),
-    Flag("local-loss", "ignored", "is always so: no process holds the whole matrix"),
-    Flag("gather-with-grad", "ignored", "is always so: gradients are exact on any number of processes"),
-    _same("force-context-length"),
-    _same("force-image-size", "the same flag; images are square", _image_size),
-    _same("force-quick-gelu"),
-    _same("force-patch-dropout"),
-    _same("force-custom-text"),
-    Flag("torchscript", "ignored", "changes the speed only; the model runs as it is"),
-    Flag("torchcompile", "ignored", "is so by itself on a GPU, in runs where it pays; --compile on insists"),
-    Flag("trace", "refused", "a traced model cannot be trained; leave it out"),
-    Flag(
-        "accum-freq", "translated", "`--batch-size` times it, with the old batch size as `--micro-batch`", _accum_freq
-    ),
-    _same("device"),
-    Flag("dist-url", "ignored", "is not needed: torchrun or srun say where the processes meet"),
-    Flag("dist-backend", "ignored", "is not needed: the device decides between NCCL and gloo"),
-    _same("report-to"),
-    _same("wandb-notes"),
-    _same("wandb-project-name"),
-    Flag("debug", "ignored", "is not needed: there is one amount of messages"),
-    Flag("copy-codebase", "ignored", "is not needed: config.toml and run.json say what was run"),
-    Flag("horovod", "refused", "processes are started with torchrun or srun; leave it out"),
-    Flag("ddp-static-graph", "ignored", "changes the speed only"),
-    Flag("no-set-device-rank", "ignored", "is not needed: a process that sees one GPU takes that one"),
-    _same("seed"),
-    _same("grad-clip-norm"),
-    _same("lock-text"),
-    _same("lock-text-unlocked-layers"),
-    Flag("lock-text-freeze-layer-norm", "ignored", "is always so in what is locked"),
-    Flag("log-every-n-steps", "translated", "`--log-every`", _log_every),
-    Flag("coca-caption-loss-weight", "refused", "captioning (CoCa) is not trained here"),
-    Flag("coca-contrastive-loss-weight", "refused", "captioning (CoCa) is not trained here"),
-    Flag("remote-sync", "refused", "copy the run's directory with a tool of your choice, as aws s3 sync"),
-    Flag("remote-sync-frequency", "ignored", "has no effect without --remote-sync"),
-    Flag("remote-sync-protocol", "ignored", "has no effect without --remote-sync"),
-    Flag("delete-previous-checkpoint", "translated", "`--keep-last 1`", _delete_previous),
-    Flag("distill-model", "refused", "distillation is not offered"),
-    Flag("distill-pretrained", "refused", "distillation is not offered"),
-    Flag("use-bnb-linear", "refused", "layers of bitsandbytes are not offered; to save memory, see --micro-batch"),
-    Flag("siglip", "translated", "`--loss siglip`", _siglip),
-    Flag("loss-dist-impl", "ignored", "is not needed: there is one way, and it is exact"),
-)
-BY_NAME = {flag.name: flag for flag in FLAGS}
-OURS = {
-    entry.name.replace("_", "-")
-    for part in fields(TrainConfig())
-    for entry in fields(getattr(TrainConfig(), part.name))
+RULES: dict[str, Callable[[Line, str], None]] = {
+    "train-data": _data,
+    "val-data": _data,
+    "train-num-samples": _sample_count,
+    "dataset-type": _dataset_type,
+    "dataset-resampled": _dataset_resampled,
+    "logs": _logs,
+    "epochs-cooldown": _cooldown,
+    "lr-cooldown-end": _cooldown,
+    "eps": _eps,
+    "opt": _opt,
+    "resume": _resume,
+    "precision": _precision,
+    "pretrained": _pretrained,
+    "image-mean": _colour_channels,
+    "image-std": _colour_channels,
+    "aug-cfg": _aug_cfg,
+    "force-image-size": _image_size,
+    "accum-freq": _accum_freq,
+    "siglip": _siglip,
 }
-STARTING = {"recipe", "config", "dry-run", "profile", "help"}  # the command's own
 
 
 def from_openclip(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The command line in leanclip's flags, and what is to be said about it.
+    """The command line in leanclip's flags, and notes about what changed.
 
-    A line without any of OpenCLIP's own flags comes back as it is, but for values that OpenCLIP spells otherwise.
+    A line without flags that only OpenCLIP has is returned unchanged, except for values that OpenCLIP spells
+    differently.
     """
     line = Line.of(arguments)
-    for name, value in BARE.items():
-        if line.given.get(name) == []:
-            line.given[name] = [value]
-            arguments = line.arguments()
-    before = dict(line.given)
+    before = dict(line.flags)
     _complete(line)
-    line.foreign = any(name in BY_NAME and name not in OURS | STARTING for name in line.given)
-    if not line.given.keys() & {"recipe", "config"}:
-        _evaluation_only(line)
+    line.foreign = any(name in BY_NAME and name not in OURS | OURS_OUTSIDE_SETTINGS for name in line.flags)
+    if not line.flags.keys() & {"recipe", "config"}:
+        _refuse_evaluation_only(line)
         if line.foreign:
-            _tell_defaults(line)
+            _note_defaults(line)
     for flag in FLAGS:
-        if flag.name not in line.given:
-            continue
-        if flag.name in SWITCHES and line.given[flag.name]:
-            raise UserError(f"--{flag.name} takes no value, and got {' '.join(line.given[flag.name])}")
-        if flag.status == "refused" and flag.name not in OURS:
-            raise UserError(f"OpenCLIP's --{flag.name}: {flag.text}")
-        if flag.rule is not None:
-            flag.rule(line)
-        elif flag.name not in OURS:
-            del line.given[flag.name]
-            line.note(
-                flag.name, flag.text if flag.status == "ignored" else "is not known to this version, and not used"
-            )
-    words = arguments if line.given == before else line.arguments()
+        if flag.name in line.flags:
+            _apply(flag, line)
+    words = arguments if line.flags == before else line.arguments()
     return words, [f"{', '.join(names)} {text}".strip() for text, names in line.notes.items()]
 
 
+def _apply(flag: Flag, line: Line) -> None:
+    values = line.flags[flag.name]
+    if flag.name not in OURS and not flag.takes_value and values:
+        raise mistake(f"--{flag.name} takes no value, but has {' '.join(values)}")
+    if flag.status == "refused":
+        raise UserError(f"OpenCLIP's --{flag.name} is not supported: {flag.text}", code="openclip.refused")
+    if flag.name in RULES:
+        RULES[flag.name](line, flag.name)
+    elif flag.status == "ignored":
+        del line.flags[flag.name]
+        line.note(flag.name, f"is ignored: {flag.text}")
+    elif flag.status == "translated":
+        del line.flags[flag.name]
+        for name, replaced in Line.of(flag.text.strip("`").split()).flags.items():
+            line.set(name, *(values if flag.takes_value else replaced), because=flag.name)
+
+
 def _complete(line: Line) -> None:
-    """argparse lets OpenCLIP's users write --save-freq: a beginning that fits one flag alone is that flag."""
-    known = OURS | STARTING | set(BY_NAME)
-    for name in list(line.given):
-        whole = [flag for flag in known if flag.startswith(name)] if name not in known else []
-        if len(whole) == 1 and whole[0] in BY_NAME:
-            line.given = {whole[0] if key == name else key: values for key, values in line.given.items()}
-            line.note(name, f"is read as --{whole[0]}")
+    """argparse lets OpenCLIP's users write --save-freq: a prefix of one flag alone is that flag."""
+    known = OURS | OURS_OUTSIDE_SETTINGS | set(BY_NAME)
+    for name in list(line.flags):
+        matches = [flag for flag in known if flag.startswith(name)] if name not in known else []
+        if len(matches) == 1 and matches[0] in BY_NAME:
+            line.flags = {matches[0] if key == name else key: values for key, values in line.flags.items()}
+            line.note(name, f"is read as --{matches[0]}")
 
 
-def _evaluation_only(line: Line) -> None:
-    if "train-data" in line.given or line.one("dataset-type") == "synthetic":
+def _refuse_evaluation_only(line: Line) -> None:
+    if "train-data" in line.flags or line.value("dataset-type") == "synthetic":
         return
-    if line.given.keys() & {"val-data", "imagenet-val", "imagenet-v2"}:
-        raise UserError("without --train-data OpenCLIP only evaluates; that is `leanclip evaluate` here")
+    if line.flags.keys() & {"val-data", "imagenet-val", "imagenet-v2"}:
+        text = "without --train-data OpenCLIP only evaluates; use `leanclip evaluate`"
+        raise UserError(text, code="openclip.evaluation_only")
 
 
-def _tell_defaults(line: Line) -> None:
-    given = line.given.keys() | ({"loss"} if "siglip" in line.given else set())
-    if "global-batch-size" in given:
-        given |= {"batch-size"}
-    other = [f"--{name} {value}" for name, value in DEFAULTS.items() if name not in given]
-    if other:
-        text = f"what you leave open is leanclip's, not OpenCLIP's; for OpenCLIP's add {' '.join(other)}"
-        line.notes[text] = []
-
-
-def table() -> str:
-    """The flags as a table for the documentation."""
-    rows = [f"| `--{flag.name}` | {flag.status} | {_cell(flag.text)} |" for flag in FLAGS]
-    return "\n".join(["| OpenCLIP's flag | | in leanclip |", "|---|---|---|", *rows])
-
-
-def _cell(text: str) -> str:
-    """With flags as code, and a sentence about the flag without the flag as its subject."""
-    text = re.sub(r"(?<![`\w-])(--[a-z][a-z-]*)", r"`\1`", text) if "`" not in text else text
-    return re.sub(r"^is ", "", text)
+def _note_defaults(line: Line) -> None:
+    typed = line.flags.keys() | ({"loss"} if "siglip" in line.flags else set())
+    if "global-batch-size" in typed:
+        typed |= {"batch-size"}
+    if others := [f"--{name} {value}" for name, value in DEFAULTS.items() if name not in typed]:
+        line.notes[f"other settings have leanclip's defaults; for OpenCLIP's add {' '.join(others)}"] = []
 
 
 def with_table(page: str) -> str:
-    """The page with the table between its markers made anew."""
+    """The page with a new table between its markers."""
+    rows = [f"| `--{flag.name}` | {flag.status} | {_cell(flag.text)} |" for flag in FLAGS]
+    table = "\n".join(["| OpenCLIP's flag | | in leanclip |", "|---|---|---|", *rows])
     before, rest = page.split(START)
-    return f"{before}{START}\n{table()}\n{END}{rest.split(END)[1]}"
+    return f"{before}{START}\n{table}\n{END}{rest.split(END)[1]}"
+
+
+def _cell(text: str) -> str:
+    """The text with flags as code."""
+    return text if "`" in text else re.sub(r"(?<![\w-])(--[a-z][a-z-]*)", r"`\1`", text)
 
 
 if __name__ == "__main__":
