@@ -26,7 +26,7 @@ lint: $(READY_DEV)
 	$(BIN)/pyright
 
 docs: $(READY_DEV) ## The documentation as a site in build/site; a broken link fails
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: $(READY_DEV) ## Build the wheel, install it into an empty environment and train with it
 	rm -rf dist build/wheel-test

@@ -1,36 +1,45 @@
 """leanclip: train CLIP models on few GPUs."""
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from leanclip.version import __version__
+
 if TYPE_CHECKING:
+    from leanclip.api import EvaluationConfig, SetResult, TrainConfig, TrainedRun, evaluate, load, train
+    from leanclip.errors import UserError
     from leanclip.losses import LOSSES, ContrastiveLoss, LossOutput, create_loss
-    from leanclip.models import TwoTower
 
-__version__ = "0.1.0"
-__all__ = ["LOSSES", "ContrastiveLoss", "LossOutput", "__version__", "create_loss", "load"]
-
-
-def load(run_or_checkpoint: str | Path) -> "tuple[TwoTower, Any, Any]":
-    """The model of a run or checkpoint for inference, its image preprocessing and its tokenizer.
-
-    model, preprocess, tokenizer = leanclip.load("logs/demo")
-    image = model.encode_image(preprocess(picture)[None])
-    text = model.encode_text(tokenizer(["a cat", "a dog"]))
-    image @ text.T
-    """
-    from leanclip.inference import load  # brings open_clip, which the losses alone do not need
-
-    return load(run_or_checkpoint)
+_HOMES = {
+    "leanclip.api": ("EvaluationConfig", "SetResult", "TrainConfig", "TrainedRun", "evaluate", "load", "train"),
+    "leanclip.errors": ("UserError",),
+    "leanclip.losses": ("LOSSES", "ContrastiveLoss", "LossOutput", "create_loss"),
+}
+__all__ = [
+    "LOSSES",
+    "ContrastiveLoss",
+    "EvaluationConfig",
+    "LossOutput",
+    "SetResult",
+    "TrainConfig",
+    "TrainedRun",
+    "UserError",
+    "__version__",
+    "create_loss",
+    "evaluate",
+    "load",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """The losses, once they are asked for: they bring torch, and `leanclip --help` should not wait for it."""
-    if name not in ("losses", *__all__):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    losses = import_module("leanclip.losses")
-    return losses if name == "losses" else getattr(losses, name)
+    """Public names are imported on first use: they load torch, which `leanclip --help` does not need."""
+    if name == "losses":
+        return import_module("leanclip.losses")
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

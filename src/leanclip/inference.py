@@ -12,7 +12,15 @@ __all__ = ["find_model", "load", "load_model"]
 
 
 def load(run_or_checkpoint: str | Path) -> tuple[TwoTower, Callable[..., Tensor], Callable[..., Tensor]]:
-    """See `leanclip.load`."""
+    """The model of a run or checkpoint for inference, its image preprocessing and its tokenizer.
+
+    ```python
+    model, preprocess, tokenizer = leanclip.load("logs/demo")
+    image = model.encode_image(preprocess(picture)[None])
+    captions = model.encode_text(tokenizer(["a cat", "a dog"]))
+    similarity = image @ captions.T
+    ```
+    """
     model = load_model(find_model(Path(run_or_checkpoint))).eval()
     return model, model.transform(), model.tokenizer
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from leanclip import __version__
 from leanclip.checkpointing.checkpoint import copy_best, set_aside, step_directories, tidy
 from leanclip.checkpointing.resume import AUTO, LATEST
 from leanclip.config import save_toml
@@ -25,6 +24,7 @@ from leanclip.runs.config import RunConfig
 from leanclip.runs.defaults import default_name
 from leanclip.runs.stopping import Stopping
 from leanclip.training import Job, describe, set_up, train
+from leanclip.version import __version__
 
 
 class FinishedRun(NamedTuple):

@@ -14,8 +14,8 @@ SOURCE = Path(leanclip.__file__).parent
 # Top to bottom: a module may import from tiers below its own and from its own package.
 TIERS = (
     ("cli",),
-    ("api", "recipes", "planning", "reporting"),
-    ("training_run",),
+    ("api", "planning", "reporting"),
+    ("recipes", "training_run", "evaluation_run"),
     ("config",),
     ("training",),
     ("inference",),
@@ -27,7 +27,7 @@ TIERS = (
     ("distributed", "ops"),
     ("device", "worker_pool", "progress"),
     ("filesystem",),
-    ("errors", "settings"),
+    ("errors", "settings", "version"),
 )
 RANK = {name: rank for rank, tier in enumerate(TIERS) for name in tier}
 ENTRY = ("__init__", "__main__")  # the public names and the command sit on top of everything

@@ -86,7 +86,7 @@ def _run(arguments: list[str]) -> int:
         print(_usage())
         return 0
     if arguments[0] == "--version":
-        from leanclip import __version__
+        from leanclip.version import __version__
 
         print(__version__)
         return 0

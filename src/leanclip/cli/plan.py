@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from leanclip.cli.parse import parse
-from leanclip.cli.train import settings_below
 from leanclip.distributed import compare_traffic
 from leanclip.errors import UserError
 from leanclip.losses import loss_from_config
@@ -21,6 +20,7 @@ from leanclip.planning.baseline_losses import RivalLoss, loss_memory
 from leanclip.planning.micro_batch_search import USED, Option, Tell, largest_batch, options, silent
 from leanclip.planning.step_prediction import PARTS
 from leanclip.planning.step_trace import UNTRACED
+from leanclip.recipes import settings_below
 from leanclip.runs import TrainConfig
 from leanclip.runs.defaults import fill, total_steps
 from leanclip.settings import common

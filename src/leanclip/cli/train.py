@@ -2,19 +2,14 @@
 
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.parse import parse
-from leanclip.config import load_toml, override
 from leanclip.distributed import detect_launch
-from leanclip.losses import LossConfig
 from leanclip.planning.profile import profile
 from leanclip.planning.profile import summary as profile_summary
-from leanclip.recipes import list_recipes, load_recipe
+from leanclip.recipes import list_recipes, settings_below
 from leanclip.runs import TrainConfig
 from leanclip.runs.stopping import exit_code
 from leanclip.settings import common
@@ -84,25 +79,6 @@ def parse_command(arguments: list[str]) -> TrainCommand:
         description=DESCRIPTION,
         below=lambda typed: TrainCommand(settings=settings_below(typed)),
     )
-
-
-def settings_below(typed: Mapping[str, Any]) -> TrainConfig:
-    """The settings of the recipe and the file that the flags name, which the flags then override."""
-    settings = TrainConfig()
-    recipe, file = typed.get("recipe"), typed.get("config")
-    if recipe not in (None, "list"):
-        settings = override(settings, load_recipe(recipe), f"recipe {recipe}")
-    if file is not None:
-        settings = override(settings, load_toml(Path(file)), file)
-    for flag, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
-        if flag in typed:
-            settings = replace(settings, data=replace(settings.data, **{other: None}))
-    for flag, other in (("save_frequency", "save_every"), ("val_frequency", "eval_every")):
-        if flag in typed and other not in typed:
-            settings = replace(settings, run=replace(settings.run, **{other: None}))
-    if typed.get("loss", settings.run.loss) != settings.run.loss:
-        settings = replace(settings, loss=LossConfig())  # hyper-parameters of the other loss
-    return settings
 
 
 if __name__ == "__main__":

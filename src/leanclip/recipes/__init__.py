@@ -1,11 +1,15 @@
 """Recipes: complete settings by name, as TOML files whose first comment says what each is for."""
 
 import difflib
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from leanclip.config import load_toml
+from leanclip.config import load_toml, override
 from leanclip.errors import UserError
+from leanclip.losses import LossConfig
+from leanclip.runs import TrainConfig
 
 DIRECTORY = Path(__file__).parent
 
@@ -27,3 +31,22 @@ def list_recipes() -> list[tuple[str, str]]:
         first = path.read_text().partition("\n")[0]
         recipes.append((path.relative_to(DIRECTORY).with_suffix("").as_posix(), first.lstrip("# ")))
     return recipes
+
+
+def settings_below(typed: Mapping[str, Any]) -> TrainConfig:
+    """The settings of the recipe and the file that `typed` names, which the values of `typed` then override."""
+    settings = TrainConfig()
+    recipe, file = typed.get("recipe"), typed.get("config")
+    if recipe not in (None, "list"):
+        settings = override(settings, load_recipe(recipe), f"recipe {recipe}")
+    if file is not None:
+        settings = override(settings, load_toml(Path(file)), file)
+    for flag, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
+        if flag in typed:
+            settings = replace(settings, data=replace(settings.data, **{other: None}))
+    for flag, other in (("save_frequency", "save_every"), ("val_frequency", "eval_every")):
+        if flag in typed and other not in typed:
+            settings = replace(settings, run=replace(settings.run, **{other: None}))
+    if typed.get("loss", settings.run.loss) != settings.run.loss:
+        settings = replace(settings, loss=LossConfig())  # hyper-parameters of the other loss
+    return settings

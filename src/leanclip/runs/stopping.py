@@ -65,6 +65,9 @@ class Stopping:
     def listening(self) -> Iterator[None]:
         """Take the signals. One that comes again after a while ends the process at once; sooner, it is the same one,
         from a launcher that got it too."""
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+            yield
+            return
         by_hand = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else in the background of a script
         taken = (*SIGNALS, signal.SIGINT) if by_hand else SIGNALS
         before = {number: signal.signal(number, self._came) for number in taken}

@@ -1,0 +1,254 @@
+"""An evaluation from its configuration to its figures, without a command line."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Literal, NamedTuple
+
+from rich.console import Console
+
+from leanclip.config import load_toml, override
+from leanclip.data import Subset, load_manifest, open_validation
+from leanclip.device import autocast_of, device_of
+from leanclip.distributed import Ranks, detect_launch, device_for, process_group
+from leanclip.errors import UserError
+from leanclip.evaluation import (
+    ClassifierCache,
+    LabelledSet,
+    Prompts,
+    classify,
+    embed,
+    labelled_sets,
+    prompts_for,
+    retrieval_metrics,
+)
+from leanclip.evaluation.clip_benchmark import SuiteSet, run_suite, suite_sets
+from leanclip.evaluation.held_out import open_held_out
+from leanclip.evaluation.results import SetResult
+from leanclip.inference import find_model, load_model
+from leanclip.models import ModelConfig, TwoTower, create_model, is_model_name
+from leanclip.progress import progress_bar
+from leanclip.runs import RunDirectory, TrainConfig
+from leanclip.settings import common
+
+MANY_SAMPLES = 2000  # decoded in a few seconds; more are worth several processes
+TIMEOUT = 1800.0  # seconds that one process waits for another
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Data and precision"""
+
+    val_data: tuple[str, ...] = common(())
+    """Images with captions, for retrieval: as for training, or a folder in CLIP_benchmark's layout. Repeatable.
+    Default: those of the run."""
+    zero_shot: tuple[str, ...] = common(())
+    """Images with classes: tar shards with .cls files and a classnames.txt, a folder for each class, or emoji, the
+    bundled ones. Repeatable. Default: those of the run."""
+    imagenet_val: str | None = common(None)
+    """ImageNet's validation images: a folder for each of the 1,000 classes."""
+    imagenet_v2: str | None = None
+    """ImageNet-V2, likewise; its folders are numbered."""
+    templates: str | None = common(None)
+    """Prompts for class names: openai (80), simple (7), or a file with one per line, {} standing for the name.
+    Default: those of the set, else openai for ImageNet and simple for others."""
+    suite: Literal["clip_benchmark"] | None = common(None)
+    """Run CLIP_benchmark on the checkpoint."""
+    suite_data: tuple[str, ...] = common(())
+    """A WebDataset in CLIP_benchmark's layout, a folder of such, or NAME=ROOT for a data set that it knows.
+    Repeatable."""
+    csv_img_key: str | None = None
+    """The column of a .csv or .tsv that holds image paths. Default: that of the run, else filepath."""
+    csv_caption_key: str | None = None
+    """The column that holds captions. Default: that of the run, else title."""
+    csv_separator: str | None = None
+    """What separates the columns, such as ',' or '\\t'. Default: that of the run, else what splits the header."""
+    precision: Literal["fp32", "amp_bf16", "amp"] = common("fp32")
+    """amp_bf16 and amp (fp16) are faster on a GPU and change figures by some tenths of a point."""
+    batch_size: int = common(256)
+    """Images or captions embedded at a time."""
+    workers: int | None = None
+    """Processes that decode images. Default: up to 4 for large sets."""
+    device: str | None = common(None)
+    """cpu or cuda. Default: a GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1")
+        if self.suite_data and self.suite is None:
+            raise ValueError("--suite-data needs --suite clip_benchmark")
+
+    @property
+    def names_data(self) -> bool:
+        return bool(self.val_data or self.zero_shot or self.imagenet_val or self.imagenet_v2 or self.suite)
+
+
+class Candidate(NamedTuple):
+    """A model to evaluate, not loaded yet."""
+
+    label: str
+    load: Callable[[], TwoTower]
+    directory: Path | None  # of the checkpoint
+    model: str  # as open_clip takes it
+    pretrained: str
+
+
+class EvaluationSets(NamedTuple):
+    retrieval: dict[str, Subset]
+    zero_shot: list[tuple[LabelledSet, Prompts]]
+    suite: list[SuiteSet]
+    notes: list[str]
+
+
+@contextmanager
+def joined_processes(config: EvaluationConfig) -> Iterator[EvaluationConfig]:
+    """Inside, this process has joined the others. Yields the configuration with its device filled in."""
+    launch = detect_launch()
+    config = replace(config, device=device_for(launch, config.device))
+    with process_group(launch, device_of(config.device), timeout=TIMEOUT):
+        yield config
+
+
+def find_candidate(name: str) -> Candidate:
+    """A run, a checkpoint directory, or an open_clip model with its tag or weights file."""
+    model, colon, weights = name.partition(":")
+    if is_model_name(name) and not Path(name).exists():
+        message = f"no such run or checkpoint: {name}; for the model give {name}:TAG or {name}:FILE"
+        raise UserError(message, code="checkpoint.not_found")
+    if Path(name).exists() or not colon:
+        directory = find_model(Path(name))
+        local = f"local-dir:{directory.resolve()}"
+        return Candidate(str(directory), lambda: load_model(directory), directory, local, "")
+    config = ModelConfig(model=model, pretrained=weights)
+    full = str(Path(weights).resolve()) if Path(weights).exists() else weights
+    return Candidate(name, lambda: create_model(config), None, model, full)
+
+
+def open_sets(config: EvaluationConfig, candidate: Candidate) -> EvaluationSets:
+    """The sets that the configuration names, or those of the candidate's run."""
+    retrieval: dict[str, Subset] = {}
+    notes: list[str] = []
+    run = _run_of(candidate)
+    if run is None and not config.names_data:
+        message = f"{candidate.label} belongs to no run; give --val-data, --zero-shot or --imagenet-val"
+        raise UserError(message, code="evaluation.no_data")
+    training = TrainConfig() if run is None else run[0]
+    names = ("csv_img_key", "csv_caption_key", "csv_separator")
+    columns = {name: value for name in names if (value := getattr(config, name)) is not None}
+    training = replace(training, data=replace(training.data, **columns))
+    templates = config.templates
+    if run is None or config.names_data:
+        for path in dict.fromkeys(config.val_data):
+            name = PurePosixPath(path.rstrip("/")).name.removesuffix(".tar")
+            retrieval[_unused(name, retrieval)] = open_held_out(path, training.data)
+        labelled = labelled_sets(config.zero_shot, imagenet_val=config.imagenet_val, imagenet_v2=config.imagenet_v2)
+    else:
+        held_out, note = open_validation(training.data, seed=training.run.seed, manifest=load_manifest(run[1]))
+        retrieval |= {} if held_out is None else {"val": held_out}
+        notes += [note] if note else []
+        settings, bundled = training.run, training.data.train_data is None and training.data.val_data is None
+        labelled = labelled_sets(
+            settings.zero_shot, imagenet_val=settings.imagenet_val, imagenet_v2=settings.imagenet_v2, bundled=bundled
+        )
+        templates = templates or settings.templates
+        if not retrieval and not labelled:
+            message = "the run has no validation data; give --val-data, --zero-shot or --imagenet-val"
+            raise UserError(message, code="evaluation.no_data")
+    labelled = [replace(entry, name=_unused(entry.name, retrieval)) for entry in labelled]
+    notes += [entry.note for entry in labelled if entry.note and templates is None]
+    prompts = [(entry, prompts_for(entry, templates)) for entry in labelled]
+    return EvaluationSets(retrieval, prompts, suite_sets(config.suite_data) if config.suite else [], notes)
+
+
+def _run_of(candidate: Candidate) -> tuple[TrainConfig, Path] | None:
+    """The configuration of the run that a checkpoint belongs to, and the path of its manifest."""
+    for parent in candidate.directory.resolve().parents if candidate.directory is not None else ():
+        if (path := parent / "config.toml").is_file():
+            return override(TrainConfig(), load_toml(path), str(path)), RunDirectory(parent).manifest
+    return None
+
+
+def _unused(name: str, names: dict[str, Subset]) -> str:
+    numbered = (f"{name}-{number}" for number in range(2, len(names) + 3))
+    return name if name not in names else next(other for other in numbered if other not in names)
+
+
+def evaluate_candidate(
+    config: EvaluationConfig, candidate: Candidate, sets: EvaluationSets, console: Console
+) -> list[SetResult]:
+    """One model on all sets."""
+    results: list[SetResult] = []
+    device = device_of(config.device)
+    shown = Ranks.current().first and not console.quiet
+    model = candidate.load()  # for the suite alone, too: it must not get a model that is refused here
+    if sets.retrieval or sets.zero_shot:
+        model = model.to(device).eval()
+        results += [_retrieve(config, model, name, subset, shown) for name, subset in sets.retrieval.items()]
+        cache = ClassifierCache(model, precision=config.precision) if sets.zero_shot else None
+        for labelled, prompts in sets.zero_shot:
+            classified = classify(
+                model,
+                labelled,
+                prompts,
+                device=device,
+                autocast=autocast_of(config.precision, device),
+                batch=config.batch_size,
+                workers=_workers(config, len(labelled)),
+                cache=cache,
+                shown=shown,
+            )
+            notes = _broken_note(classified.name, classified.broken)
+            metrics = classified.metrics()
+            results.append(
+                SetResult(name=classified.name, kind="zero-shot", metrics=metrics, classified=classified, notes=notes)
+            )
+    del model
+    if sets.suite:
+        results += run_suite(
+            sets.suite,
+            model=candidate.model,
+            pretrained=candidate.pretrained,
+            device=device,
+            precision=config.precision,
+            batch=config.batch_size,
+            workers=2 if config.workers is None else config.workers,
+            quiet=not console.is_terminal,
+            tell=console.print,
+        )
+    return results
+
+
+def _retrieve(config: EvaluationConfig, model: TwoTower, name: str, subset: Subset, shown: bool) -> SetResult:
+    device = device_of(config.device)
+    with progress_bar(name, len(subset), shown=shown) as advance:
+        embedded = embed(
+            model,
+            subset,
+            device=device,
+            autocast=autocast_of(config.precision, device),
+            batch=config.batch_size,
+            workers=_workers(config, len(subset)),
+            advance=advance,
+        )
+    with progress_bar(f"{name}: ranks", len(embedded.texts), shown=shown) as advance:
+        metrics = retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text, advance=advance)
+    shared = embedded.shared_captions(name)
+    return SetResult(
+        name=name,
+        kind="retrieval",
+        metrics=metrics,
+        details={"broken": embedded.broken},
+        notes=(*_broken_note(name, embedded.broken), *([shared] if shared else ())),
+    )
+
+
+def _workers(config: EvaluationConfig, samples: int) -> int:
+    if config.workers is not None:
+        return config.workers
+    return min(4, os.cpu_count() or 1) if samples > MANY_SAMPLES else 0
+
+
+def _broken_note(name: str, broken: int) -> tuple[str, ...]:
+    return (f"{name}: {broken} held-out samples are broken and were left out",) if broken else ()

@@ -1,0 +1,77 @@
+"""The commands as Python functions."""
+
+import json
+import signal
+import threading
+
+import pytest
+
+import leanclip
+from leanclip.runs import RunDirectory
+from refusal import refuses
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory, small_model):
+    return {
+        "model": small_model, "logs": tmp_path_factory.mktemp("api"), "batch_size": 32, "max_steps": 2,
+        "eval_every": 0, "workers": 0, "device": "cpu", "quiet": True,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(settings):
+    return leanclip.train(recipe="demo", name="run", **settings)
+
+
+def test_train_returns_directory_metrics_and_model(trained, settings, capsys):
+    assert trained.directory == settings["logs"] / "run" and trained.stopped is None
+    assert [record["step"] for record in trained.metrics if "loss" in record][-1] == 2
+    embeddings = trained.model.encode_text(trained.tokenizer(["a cat", "a dog"]))
+    assert embeddings.shape == (2, 64) and not trained.model.training
+    assert RunDirectory(trained.directory).facts()["status"] == "finished"
+    assert capsys.readouterr().out == ""
+
+
+def test_evaluate_gives_the_figures_of_the_command(trained, tmp_path):
+    results = leanclip.evaluate(trained, device="cpu")
+    assert {result.kind for result in results} == {"retrieval", "zero-shot"}
+    from leanclip.cli import main
+
+    with pytest.raises(SystemExit):
+        main(["evaluate", str(trained.directory), "--device", "cpu", "--json", str(tmp_path / "figures.json")])
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    by_name = {name: entry["metrics"] for name, entry in figures["sets"].items()}
+    assert {result.name: dict(result.metrics) for result in results} == by_name
+
+
+def test_a_saved_configuration_repeats_the_run(trained, settings):
+    again = leanclip.train(trained.directory / "config.toml", name="again", logs=settings["logs"], quiet=True)
+    losses = [[record["loss"] for record in run.metrics if "loss" in record] for run in (trained, again)]
+    assert losses[0] == losses[1] and losses[0]
+
+
+def test_train_works_in_a_thread_and_restores_signal_handlers(settings):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    runs = []
+    thread = threading.Thread(target=lambda: runs.append(leanclip.train(recipe="demo", name="thread", **settings)))
+    thread.start()
+    thread.join()
+    assert runs and runs[0].stopped is None
+    leanclip.train(recipe="demo", name="handlers", **settings)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == handlers
+
+
+def test_mistakes_are_user_errors(trained, settings):
+    with refuses("config.unknown_key", "epoch"):
+        leanclip.train(epoch=3)
+    with refuses("config.bad_value", "epochs"):
+        leanclip.train(epochs="three")
+    with refuses("config.two_sources"):
+        leanclip.train(leanclip.TrainConfig(), recipe="demo")
+    with refuses("config.unknown_key", "validation"):
+        leanclip.evaluate(trained, validation="x.tar")
+    with refuses("config.bad_value", "batch_size"):
+        leanclip.evaluate(trained, batch_size=0)
+    with refuses("checkpoint.not_found", "nowhere"):
+        leanclip.evaluate("nowhere")
