@@ -9,7 +9,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 
-from leanclip.losses.gamma import InnerRate
+from leanclip.losses import LossConfig
+from leanclip.losses.normalizer import inner_rate
 
 IMAGES = Path(__file__).parent / "images"
 STYLE = Path(__file__).parents[1] / "benchmarks" / "plots.mplstyle"
@@ -61,8 +62,8 @@ def gamma_schedules() -> dict[str, Points]:
     }
     lines: dict[str, Points] = {}
     for name, (epochs, schedule, gamma_min, decay_epochs) in settings.items():
-        rate = InnerRate(gamma_min=gamma_min, schedule=schedule, decay_epochs=decay_epochs, per_step=False)
-        lines[name] = range(epochs), [rate(epoch, epochs) for epoch in range(epochs)]
+        config = LossConfig(gamma_min=gamma_min, gamma_schedule=schedule, gamma_decay_epochs=decay_epochs)
+        lines[name] = range(epochs), [inner_rate(config, epoch, epochs) for epoch in range(epochs)]
     return lines
 
 

@@ -41,7 +41,7 @@ def test_a_step_sends_no_gradient_but_the_parameters(name, seen):
 def test_scalars_are_few_beside_the_embeddings(name, seen):
     for rank in seen:
         own = expected(name, LARGE, DIM, 2)
-        together = [("_allgather_base", LARGE * 2 * DIM * 2), *own[2:]]  # without send_ahead both go in one
+        together = [("_allgather_base", LARGE * 2 * DIM * 2), *own[2:]]  # without start_gather both go in one
         assert sorted(rank[name]["large"]) == sorted(together)
         embeddings, *others = sorted((size for _, size in rank[name]["large"]), reverse=True)
         assert sum(others) < 0.02 * embeddings

@@ -27,7 +27,7 @@ def run(name, dtype, ranks):
         image, text = (side[mine].cuda().to(getattr(torch, dtype)).requires_grad_() for side in (image, text))
         loss.set_epoch(step, 3)
         loss.zero_grad()
-        loss.send_ahead(image, global_batch=BATCH)
+        loss.start_gather(image, global_batch=BATCH)
         output = loss(image, text, ids[mine], global_batch=BATCH)
         assert output.metrics["implementation"] == "triton"
         output.loss.backward()

@@ -51,7 +51,7 @@ class Broken(torch.nn.Module):
         value = (image * text).sum()
         return LossOutput(loss=value - value.detach() + torch.inf, metrics={})
 
-    def send_ahead(self, image, **_):
+    def start_gather(self, image, **_):
         pass
 
     def rollback(self):

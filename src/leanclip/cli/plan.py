@@ -172,10 +172,7 @@ def card_of(command: PlanCommand, tell: Tell = silent) -> Card:
 def resolved(command: PlanCommand, samples: int) -> TrainConfig:
     """As `leanclip train` would fill it in on those GPUs."""
     settings = command.settings
-    try:
-        spec_of(settings.run.loss)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    spec_of(settings.run.loss)
     model = settings.model.model or "ViT-B-32"
     model_config_of(model)
     run = replace(settings.run, device="cuda", precision=settings.run.precision or "amp_bf16", name=None)

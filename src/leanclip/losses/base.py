@@ -1,31 +1,60 @@
-"""What all losses have in common: the calls that a training loop makes."""
+"""The interface of all losses: the calls that a training loop makes, and what they return."""
 
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from leanclip.distributed import PendingGather, Ranks
+from leanclip.errors import ArgumentError
 from leanclip.losses.custom_gradient import without_autocast
-from leanclip.losses.output import LossOutput
 from leanclip.ops import Pairs
+
+Metric = Tensor | float | str | Callable[[], Tensor]
+
+
+class Metrics(Mapping[str, Tensor | float | str]):
+    """Numbers about a step, computed when they are read: a step that is not logged does not compute them."""
+
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self._metrics = metrics
+
+    def __getitem__(self, name: str) -> Tensor | float | str:
+        value = self._metrics[name]
+        return value() if callable(value) and not isinstance(value, Tensor) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        return len(self._metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOutput:
+    """`loss` carries the gradients; `metrics` are detached and stay on the device, so reading one waits for it."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor | float | str]
 
 
 class Local(NamedTuple):
-    """A rank's embeddings, of one precision, and their place in the global batch."""
+    """The embeddings of a rank, in one precision, and their position in the global batch."""
 
     image: Tensor
     text: Tensor
     ranks: Ranks
     batch: int
-    all_images: PendingGather | None = None  # where their gather is on its way already
+    all_images: PendingGather | None = None  # if their gather was started early
 
     @property
     def share(self) -> slice:
         return self.ranks.share(self.batch)
 
     def gathered(self) -> tuple[Tensor, Tensor]:
-        """Everybody's image and text embeddings, by one collective, or one each if the images went ahead."""
+        """The image and text embeddings of all ranks, by one collective, or two if the images were started early."""
         image, text = self.image.detach(), self.text.detach()
         if self.ranks.size == 1:
             return image, text
@@ -61,7 +90,7 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self.name, self.implementation = name, implementation
         self.lr_tau, self.follows_schedule = lr_tau, follows_schedule
-        self._ahead: tuple[Tensor, PendingGather] | None = None
+        self._early: tuple[Tensor, PendingGather] | None = None  # image embeddings, and their gather
 
     @torch.compiler.disable
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -85,40 +114,42 @@ class ContrastiveLoss(nn.Module):
         their image's. Samples with the same number in `groups` (several captions of one image in a batch) are not
         each other's negatives.
         """
-        image, text = same_precision(image_features, text_features)
+        if image_features.ndim != 2 or image_features.shape != text_features.shape:
+            shapes = f"{(*image_features.shape,)} and {(*text_features.shape,)}"
+            raise ArgumentError(
+                f"expected two (batch, dim) tensors of one shape, got {shapes}", code="loss.bad_shapes"
+            )
+        image, text = in_step_precision(image_features), in_step_precision(text_features)
+        dtype = torch.promote_types(image.dtype, text.dtype)
         ranks = Ranks.current()
         batch = len(image) * ranks.size if global_batch is None else global_batch
-        ahead, self._ahead = self._ahead, None
-        sent = ahead[1] if ahead is not None and ahead[0] is image_features else None
-        mine = ranks.share(batch)
-        if mine.stop - mine.start != len(image):
-            raise ValueError(
+        early, self._early = self._early, None
+        all_images = early[1] if early is not None and early[0] is image_features else None
+        local = Local(image.to(dtype), text.to(dtype), ranks, batch, all_images)
+        if (expected := local.share.stop - local.share.start) != len(image):
+            raise ArgumentError(
                 f"rank {ranks.rank} of {ranks.size} has {len(image)} samples, but its share of a global batch of"
-                f" {batch} is {mine.stop - mine.start}"
+                f" {batch} is {expected}",
+                code="loss.bad_share",
             )
         with without_autocast(image.device.type):
-            local = Local(image, text, ranks, batch, sent)
             return self.compute(local, sample_ids, text_ids, groups)
 
-    def send_ahead(self, image_features: Tensor, *, global_batch: int | None = None) -> None:
+    def start_gather(self, image_features: Tensor, *, global_batch: int | None = None) -> None:
         """Start to gather the image embeddings, while the texts are still being embedded.
 
-        For several ranks, and optional: the call with these very embeddings then waits for them instead of sending
-        them. All ranks do it or none.
+        Optional, on several ranks: the next call with these very embeddings waits for this gather instead of starting
+        one. All ranks do it or none.
         """
         ranks = Ranks.current()
         if ranks.size == 1:
             return
         batch = len(image_features) * ranks.size if global_batch is None else global_batch
         image = in_step_precision(image_features.detach())
-        self._ahead = image_features, ranks.start_gather(image, batch, purpose="embeddings")
+        self._early = image_features, ranks.start_gather(image, batch, purpose="embeddings")
 
     def compute(
-        self,
-        local: "Local",
-        sample_ids: Tensor | None,
-        text_ids: Tensor | None,
-        groups: Tensor | None,
+        self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None, groups: Tensor | None
     ) -> LossOutput:
         """The loss itself, on embeddings of one precision."""
         raise NotImplementedError
@@ -128,7 +159,7 @@ class ContrastiveLoss(nn.Module):
         raise NotImplementedError
 
     def set_epoch(self, epoch: float, epochs: int) -> None:
-        """Tell the loss where the run is. Losses with a running estimate move gamma; the others ignore it."""
+        """Set the epoch of the run, from which losses with a running estimate take gamma; the others ignore it."""
 
     def rollback(self) -> None:
         """Undo the last update of the per-sample state, for a step that is skipped."""
@@ -136,40 +167,18 @@ class ContrastiveLoss(nn.Module):
     def param_groups(self) -> list[dict[str, Any]]:
         """For the optimizer: the temperature (and bias) with their own learning rate and no weight decay.
 
-        Without `lr`, the optimizer's own applies. `follows_schedule` says whether it goes along with the model's
-        warm-up and decay.
+        Without `lr`, the optimizer's own applies. With `follows_schedule` it follows the model's warm-up and decay.
         """
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if not parameters:
             return []
-        group: dict[str, Any] = {
-            "name": "temperature",
-            "params": parameters,
-            "weight_decay": 0.0,
-            "follows_schedule": self.follows_schedule,
-        }
-        return [group | ({} if self.lr_tau is None else {"lr": self.lr_tau})]
-
-
-def same_precision(image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Both embeddings in one dtype: autocast's where it is on, as for any product, else the wider of the two."""
-    if image.ndim != 2 or image.shape != text.shape:
-        raise ValueError(
-            f"expected two (batch, dim) tensors of one shape, got {(*image.shape,)} and {(*text.shape,)}"
-        )
-    image, text = in_step_precision(image), in_step_precision(text)
-    dtype = torch.promote_types(image.dtype, text.dtype)
-    return image.to(dtype), text.to(dtype)
+        group = {"params": parameters, "weight_decay": 0.0, "follows_schedule": self.follows_schedule}
+        return [{"name": "temperature"} | group | ({} if self.lr_tau is None else {"lr": self.lr_tau})]
 
 
 def in_step_precision(features: Tensor) -> Tensor:
-    """In autocast's dtype where that is on, as for any product."""
+    """In autocast's dtype where autocast is on, as for any product."""
     device = features.device.type
     if torch.is_autocast_enabled(device) and features.dtype != torch.float64:
         return features.to(torch.get_autocast_dtype(device))
     return features
-
-
-def work_dtype(features: Tensor) -> torch.dtype:
-    """What scalars are computed in: float64 for float64 embeddings, else float32."""
-    return torch.float64 if features.dtype == torch.float64 else torch.float32

@@ -1,18 +1,26 @@
-"""The hyper-parameters of the losses: one typed set, of which each loss takes some."""
+"""The hyper-parameters of the losses: one typed set, of which each loss takes a part."""
 
 import difflib
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
-GammaSchedule = Literal["constant", "cosine", "auto"]
+from leanclip.errors import ArgumentError
+
+RANGES = (
+    (("tau", "tau_min", "tau_max", "eps", "tau_adam_eps"), lambda value: value > 0, "must be positive"),
+    (("lr_tau", "rho"), lambda value: value >= 0, "must not be negative"),
+    (("gamma_min",), lambda value: 0 < value <= 1, "must lie in (0, 1]"),
+    (("gamma_decay_epochs",), lambda value: value >= 1, "must be at least 1"),
+    (("tau_betas",), lambda value: all(0 <= beta < 1 for beta in value), "must lie in [0, 1)"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """What is not given is the default of the chosen loss."""
+    """A value that is not given is the default of the loss."""
 
     tau: float | None = None
-    """Initial temperature (0.07; a fine-tuned checkpoint's own if it has one)."""
+    """Initial temperature (0.07, or that of the checkpoint that is fine-tuned)."""
     tau_min: float | None = None
     """Lower clamp of the temperature (0.01)."""
     tau_max: float | None = None
@@ -24,11 +32,11 @@ class LossConfig:
     eps: float | None = None
     """Added to the running estimate before it divides (1e-14)."""
     eps_form: Literal["plain", "published"] | None = None
-    """isogclr, fastclip-v2: add eps to u (plain), or eps times the largest term that the sample ever met, as the
-    published code does: that mutes samples that once were very wrong, and costs a third more time."""
+    """isogclr, fastclip-v2: add eps to u (plain), or eps times the largest term of the sample so far, as the
+    published code does: that reduces the weight of samples that once were very wrong, and costs a third more time."""
     gamma_min: float | None = None
     """Inner learning rate after its schedule: the weight of a sample's newest batch in its running estimate."""
-    gamma_schedule: GammaSchedule | None = None
+    gamma_schedule: Literal["constant", "cosine", "auto"] | None = None
     """How gamma falls from 1."""
     gamma_decay_epochs: int | None = None
     """Epochs over which the cosine schedule falls (half of the run)."""
@@ -46,34 +54,27 @@ class LossConfig:
     """siglip: initial bias (-10)."""
 
     def __post_init__(self) -> None:
-        positive = ("tau", "tau_min", "tau_max", "eps", "tau_adam_eps")
-        for name in positive:
-            _check(self, name, lambda value: value > 0, "must be positive")
-        for name in ("lr_tau", "rho"):
-            _check(self, name, lambda value: value >= 0, "must not be negative")
-        _check(self, "gamma_min", lambda value: 0 < value <= 1, "must lie in (0, 1]")
-        _check(self, "gamma_decay_epochs", lambda value: value >= 1, "must be at least 1")
-        _check(self, "tau_betas", lambda value: all(0 <= beta < 1 for beta in value), "must lie in [0, 1)")
+        for names, valid, rule in RANGES:
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not valid(value):
+                    raise ArgumentError(f"{name} is {value}; it {rule}", code="loss.bad_value")
         if self.tau_min is not None and self.tau_max is not None and self.tau_min > self.tau_max:
-            raise ValueError(f"tau_min {self.tau_min} is larger than tau_max {self.tau_max}")
+            raise ArgumentError(
+                f"tau_min {self.tau_min} is larger than tau_max {self.tau_max}", code="loss.bad_value"
+            )
 
     def over(self, defaults: "LossConfig") -> "LossConfig":
-        """This configuration, with what it leaves open taken from `defaults`."""
+        """This configuration, completed from `defaults`."""
         return replace(defaults, **{name: value for name, value in asdict(self).items() if value is not None})
 
 
-def _check(config: LossConfig, name: str, valid: Any, complaint: str) -> None:
-    value = getattr(config, name)
-    if value is not None and not valid(value):
-        raise ValueError(f"{name} is {value}; it {complaint}")
-
-
-HYPER_PARAMETERS = tuple(field.name for field in fields(LossConfig))
-
-
-def check_names(loss: str, given: set[str], valid: tuple[str, ...]) -> None:
+def check_names(loss: str, names: set[str], valid: tuple[str, ...]) -> None:
     """An unknown name is an error that lists the valid ones."""
-    for name in sorted(given - set(valid)):
+    for name in sorted(names - set(valid)):
         near = difflib.get_close_matches(name, valid, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
-        raise ValueError(f"{loss} has no hyper-parameter {name!r}{hint} It takes: {', '.join(valid)}")
+        raise ArgumentError(
+            f"{loss} has no hyper-parameter {name!r}{hint} It takes: {', '.join(valid)}",
+            code="loss.unknown_hyper_parameter",
+        )

@@ -1,4 +1,4 @@
-"""Joins a loss value to the gradients that the engine computes."""
+"""A loss value whose gradients the engine computes in the backward pass."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from leanclip.ops import Gradients
 
 Pull = Callable[..., Gradients]
+DENSE = torch.contiguous_format
 
 
 def attach_gradients(
@@ -21,11 +22,11 @@ def attach_gradients(
     saved: Sequence[Tensor],
     slopes: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """`value` with gradients: for the embeddings `pull`'s, for each parameter the slope it comes with.
+    """`value` with gradients: those of `pull` for the embeddings, and for each parameter its slope.
 
-    `pull(image, text, *saved, needs=...)` runs in the backward pass, so that evaluation pays for nothing.
+    `pull(image, text, *saved, needs=...)` runs in the backward pass, so that evaluation does not compute them.
     """
-    kept = (*(slope for _, slope in slopes), *saved)  # in a tuple: torch looks at every argument of its own
+    kept = (*(slope for _, slope in slopes), *saved)  # in a tuple, because torch inspects every positional argument
     result = _AttachGradients.apply(image, text, value, pull, kept, *(parameter for parameter, _ in slopes))
     assert isinstance(result, Tensor)
     return result
@@ -53,15 +54,13 @@ class _AttachGradients(torch.autograd.Function):
         image, text, *rest = ctx.saved_tensors
         slopes, saved = rest[: ctx.num_parameters], rest[ctx.num_parameters :]
         with without_autocast(image.device.type):
-            found = ctx.pull(image, text, *saved, needs=ctx.needs_input_grad[:2])
-        image_grad = None if found.rows is None else _scaled(found.rows, grad, like=image)
-        text_grad = None if found.cols is None else _scaled(found.cols, grad, like=text)
-        return (image_grad, text_grad, None, None, None, *(slope * grad for slope in slopes))
-
-
-def _scaled(tensor: Tensor, factor: Tensor, *, like: Tensor) -> Tensor:
-    """tensor * factor in the dtype of `like`, multiplied before it is rounded and without a copy in between."""
-    return torch.mul(tensor, factor, out=torch.empty_like(like, memory_format=torch.contiguous_format))
+            gradients = ctx.pull(image, text, *saved, needs=ctx.needs_input_grad[:2])
+        # Multiplied before it is rounded to the embeddings' dtype, and without a copy in between.
+        scaled = (
+            None if gradient is None else torch.mul(gradient, grad, out=torch.empty_like(side, memory_format=DENSE))
+            for gradient, side in zip(gradients, (image, text), strict=True)
+        )
+        return (*scaled, None, None, None, *(slope * grad for slope in slopes))
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:

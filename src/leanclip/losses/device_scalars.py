@@ -1,4 +1,4 @@
-"""Numbers that a schedule moves, kept on the device: a recorded step reads them anew at every replay."""
+"""Scalars that a schedule changes, kept on the device: a CUDA graph reads their current values at every replay."""
 
 from collections.abc import Callable
 
@@ -6,25 +6,26 @@ import torch
 from torch import Tensor, nn
 
 
-class Numbers(nn.Module):
+class DeviceScalars(nn.Module):
     """Changed by `set`, read from `value`. They keep their precision where the module around them is cast."""
 
     value: Tensor
 
-    def __init__(self, *numbers: float) -> None:
+    def __init__(self, *scalars: float) -> None:
         super().__init__()
-        self.now = numbers
+        self.on_host = scalars
         self.register_buffer("value", self._on(torch.device("cpu")), persistent=False)
 
-    def set(self, *numbers: float) -> None:
-        if numbers != self.now:
-            self.now = numbers
-            for place, number in zip(self.value, numbers, strict=True):
-                place.fill_(number)  # nothing waits, as it would for a copy
+    def set(self, *scalars: float) -> None:
+        if scalars != self.on_host:
+            self.on_host = scalars
+            for element, scalar in zip(self.value, scalars, strict=True):
+                element.fill_(scalar)  # does not wait for the device, as a copy would
 
     def _on(self, device: torch.device) -> Tensor:
-        return torch.tensor(self.now, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        return torch.tensor(self.on_host, device=device, dtype=dtype)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Numbers":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DeviceScalars":
         self.value = self._on(fn(self.value.float()).device)
         return self

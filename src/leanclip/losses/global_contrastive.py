@@ -1,10 +1,10 @@
 """The exponential losses: InfoNCE, SogCLR, iSogCLR and FastCLIP v0 to v3, on the engine's two operations.
 
-They share one step (docs/algorithm.md teaches it), with l_ij = (s_ij - s_ii) / tau_i over the B - 1 negatives j:
+They share one step (docs/algorithm.md derives it), with l_ij = (s_ij - s_ii) / tau_i over the B - 1 negatives j:
 
     1. statistics   log g_i, g_i = mean_j exp(l_ij), and the mean of l under that softmax, in both directions
     2. normaliser   norm_i: eps + running estimate of g_i (InfoNCE: the batch's own sum)
-    3. temperature  what the step teaches tau
+    3. temperature  the gradient of tau, or its update
     4. gradients    of 1/2 mean_i c [g1_i / norm1_i + g2_i / norm2_i] with the norms constant, in the backward pass
 
 and differ in the normaliser (`normalizer.py`), the temperature rule (`temperature.py`) and c.
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from leanclip import ops
-from leanclip.losses.base import ContrastiveLoss, Local, work_dtype
+from leanclip.errors import ArgumentError
+from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metric, Metrics
 from leanclip.losses.custom_gradient import attach_gradients
-from leanclip.losses.device_scalars import Numbers
-from leanclip.losses.gamma import InnerRate
+from leanclip.losses.device_scalars import DeviceScalars
 from leanclip.losses.normalizer import Normalizer
-from leanclip.losses.output import LossOutput, Metric, Metrics
+from leanclip.losses.objective import Anchors
 from leanclip.losses.sample_state import SampleState
 from leanclip.losses.similarities import Similarities
-from leanclip.losses.temperature import Anchors, ConstantTemperature, GlobalTemperature, IndividualTemperature
+from leanclip.losses.temperature import ConstantTemperature, GlobalTemperature, IndividualTemperature
 
 
 class GlobalContrastiveLoss(ContrastiveLoss):
-    """One objective for the whole family; `create_loss` puts the pieces of each member together."""
+    """The common step of the whole family; `create_loss` assembles the parts of each member."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         normalizer: Normalizer,
         value: Callable[[Anchors], Tensor],
         temperature_gradient: Callable[[Anchors], Tensor] | None = None,
-        inner_rate: InnerRate | None = None,
+        inner_rate: Callable[[float, int], float] | None = None,
         weight_by_tau: bool = False,
         state: SampleState | None = None,
         lr_tau: float | None = None,
@@ -52,28 +52,28 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.normalizer, self.value, self.temperature_gradient = normalizer, value, temperature_gradient
         self.inner_rate, self.weight_by_tau = inner_rate, weight_by_tau
         self.epoch = 0
-        self.shares = Numbers(0.0, 1.0)  # 1 - gamma and gamma: what the estimate keeps and takes
-        self._since_set_epoch: float = math.inf  # samples; more than there are means that a call was forgotten
+        self.shares = DeviceScalars(0.0, 1.0)  # 1 - gamma and gamma: weights of the old estimate and the batch
+        self._since_set_epoch: float = math.inf  # samples; more than an epoch means that a call was forgotten
 
     @property
     def gamma(self) -> float:
         """The inner learning rate."""
-        return self.shares.now[1]
+        return self.shares.on_host[1]
 
     @gamma.setter
     def gamma(self, value: float) -> None:
         self.shares.set(1 - value, value)
 
     def set_epoch(self, epoch: float, epochs: int) -> None:
-        """Tell the loss where the run is: moves gamma. With `gamma_per_step` give the epoch with its fraction."""
+        """Set gamma to its value in this epoch. With `gamma_per_step` give the epoch with its fraction."""
         self.epoch, self._since_set_epoch = math.floor(epoch), 0.0
         if self.inner_rate is not None:
             self.gamma = self.inner_rate(epoch, epochs)
         if isinstance(self.temperature_rule, IndividualTemperature):
-            self.temperature_rule.begin(self.epoch)
+            self.temperature_rule.set_epoch(self.epoch)
 
     def temperature(self) -> Tensor:
-        """The current tau: a scalar, or the mean of the per-sample ones, which all ranks ask for together."""
+        """The current tau: a scalar, or the mean of the per-sample ones, for which all ranks call this together."""
         if isinstance(self.temperature_rule, IndividualTemperature):
             assert self.state is not None
             return self.state.mean("tau")
@@ -84,11 +84,11 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     ) -> LossOutput:
         image, text, batch = local.image, local.text, local.batch
         ids = self._ids(sample_ids, text_ids, local)
-        chosen, engine = ops.implementation(self.implementation, image)
+        implementation, engine = ops.implementation(self.implementation, image)
 
         with torch.no_grad():
-            known = self._known(ids, work_dtype(image))
-            tau = known["tau"]
+            stored = self._read_state(ids, ops.accumulator_dtype(image.dtype))
+            tau = stored["tau"]
             inverse = tau.reciprocal()
             # 1. statistics
             matrix = Similarities(engine, local, inverse, local.groups(groups))
@@ -97,20 +97,18 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             log_g = log_sum - (logit + math.log(max(batch - 1, 1)))
             mean_l = (mean - positive) * inverse
             # 2. normaliser
-            shift = self._shift(matrix, logit, inverse, known)
-            log_norm, log_u = self.normalizer(
-                log_g, known.get("log_u"), negatives=max(batch - 1, 1), shares=self.shares.value, shift=shift
-            )
+            shift = self._shift(matrix, logit, inverse, stored)
+            log_norm, log_u = self.normalizer(log_g, stored.get("log_u"), self.shares.value, shift)
             anchors = Anchors(tau, log_g, mean_l, log_norm, log_u, (log_g - log_norm).exp())
             # 3. temperature and state
-            slopes = self._learn(anchors, shift, known, ids)
+            slopes = self._update(anchors, shift, stored, ids)
             # 4. gradients: the weights now, the products in the backward pass
             log_weight, diagonal = self._weights(anchors, logit, inverse)
             value = self.value(anchors)
 
         saved = (*matrix.saved(), log_weight, diagonal)
         loss = attach_gradients(value, image, text, matrix.pull, saved, slopes)
-        return LossOutput(loss=loss, metrics=self._metrics(anchors, chosen))
+        return LossOutput(loss=loss, metrics=self._metrics(anchors, implementation))
 
     def rollback(self) -> None:
         if self.state is not None:
@@ -126,28 +124,25 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         if self.state is None:
             return None
         if sample_ids is None:
-            raise ValueError(f"{self.name} keeps a state per sample: call loss(image, text, sample_ids)")
+            raise ArgumentError(
+                f"{self.name} keeps a state per sample: call loss(image, text, sample_ids)", code="loss.no_ids"
+            )
         if self.training:
             self._notice_forgotten_epoch(local.batch)
-        given = [sample_ids] if text_ids is None else [sample_ids, text_ids]
-        for ids in given:
-            if ids.ndim != 1 or ids.is_floating_point():
-                raise ValueError(
-                    f"{self.name} takes the ids of the samples, a vector of integers, as its third argument, not"
-                    f" {ids.dtype} of shape {tuple(ids.shape)}; its temperature is its own: leave logit_scale out"
-                )
-            if len(ids) != len(local.image):
-                raise ValueError(f"{len(ids)} ids for {len(local.image)} embeddings")
+        id_vectors = [sample_ids] if text_ids is None else [sample_ids, text_ids]
+        for ids in id_vectors:
             self.state.check(ids)
-        on_device = torch.stack([ids.to(local.image.device, non_blocking=True) for ids in given], 1)
-        everybodys = local.ranks.gather(on_device.to(self.state.id_dtype), local.batch, purpose="ids")
-        rows = everybodys.T.to(torch.int64, memory_format=torch.contiguous_format).unbind()
-        return rows[0], rows[-1]
+            if len(ids) != len(local.image):
+                raise ArgumentError(f"{len(ids)} ids for {len(local.image)} embeddings", code="loss.bad_ids")
+        on_device = torch.stack([ids.to(local.image.device, non_blocking=True) for ids in id_vectors], 1)
+        gathered = local.ranks.gather(on_device.to(self.state.id_dtype), local.batch, purpose="ids")
+        by_side = gathered.T.to(torch.int64, memory_format=torch.contiguous_format).unbind()
+        return by_side[0], by_side[-1]
 
     def _notice_forgotten_epoch(self, batch: int) -> None:
         assert self.state is not None
         if self._since_set_epoch > 1.5 * self.state.num_samples:
-            self._since_set_epoch = -math.inf  # once is enough
+            self._since_set_epoch = -math.inf  # warn once
             warnings.warn(
                 f"{self.name}: set_epoch(epoch, epochs) was not called for more than an epoch, so gamma stays"
                 f" {self.gamma:g}; call it at the start of every epoch",
@@ -155,46 +150,48 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             )
         self._since_set_epoch += batch
 
-    def _known(self, ids: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> dict[str, Tensor]:
-        """What is known of the batch's samples before it is looked at, by one collective: tau, and log u if kept."""
+    def _read_state(self, ids: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> dict[str, Tensor]:
+        """tau before this step, and the samples' log u and shift where the loss keeps them, by one collective."""
         rule, names = self.temperature_rule, ["log_u"]
-        known: dict[str, Tensor] = {}
+        stored: dict[str, Tensor] = {}
         if isinstance(rule, IndividualTemperature):
             names.append("tau")
         else:
-            known["tau"] = rule.mean()
+            stored["tau"] = rule.mean()
         if self._shifts:
             names.append("shift")
         if self.state is not None and ids is not None:
-            known |= self.state.read(names, ids)
-        return {name: value.to(dtype) for name, value in known.items()}
+            stored |= self.state.read(names, ids)
+        return {name: value.to(dtype) for name, value in stored.items()}
 
     @property
     def _shifts(self) -> bool:
         return self.state is not None and "shift_image" in self.state.initial
 
-    def _shift(self, matrix: Similarities, logit: Tensor, inverse: Tensor, known: dict[str, Tensor]) -> Tensor | None:
-        """eps_form="published": the largest exponent an anchor ever saw, by which its estimate is kept shifted."""
+    def _shift(
+        self, matrix: Similarities, logit: Tensor, inverse: Tensor, stored: dict[str, Tensor]
+    ) -> Tensor | None:
+        """eps_form="published": the largest exponent of an anchor so far, by which its estimate is shifted."""
         if not self._shifts:
             return None
         largest = torch.stack([ops.row_maxima(*matrix.gathered), ops.row_maxima(*matrix.gathered[::-1])])
-        return torch.maximum(known["shift"], largest * inverse - logit)
+        return torch.maximum(stored["shift"], largest * inverse - logit)
 
-    def _learn(
+    def _update(
         self,
         anchors: Anchors,
         shift: Tensor | None,
-        known: dict[str, Tensor],
+        stored: dict[str, Tensor],
         ids: tuple[Tensor, Tensor] | None,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Store what the step taught in the per-sample state; return the global temperature with its gradient."""
+        """Store the new per-sample state; return the global temperature with its gradient."""
         if self.state is not None and ids is not None and self.training:
             values = {"log_u": anchors.log_u}
             if shift is not None:
                 values["shift"] = shift
             if isinstance(self.temperature_rule, IndividualTemperature):
                 values |= self.temperature_rule.update(self.state, ids, anchors)
-            self.state.write(ids, values, first_visits=known["log_u"][0].isneginf())
+            self.state.write(ids, values, first_visits=stored["log_u"][0].isneginf())
         if self.temperature_gradient is None:
             return []
         assert isinstance(self.temperature_rule, GlobalTemperature)

@@ -1,54 +1,57 @@
-"""What an anchor's weights are divided by: the batch's own sum, or a running estimate over the data set.
+"""The normaliser of an anchor's weights, and gamma, the share of the newest batch in a running estimate.
 
-Both work on log g, the log of the mean over the negatives of exp((s_ij - s_ii) / tau_i); linear space would overflow
-float32 at tau = 0.01.
+Both normalisers take log g, the log of the mean over the negatives of exp((s_ij - s_ii) / tau_i); linear space would
+overflow float32 at tau = 0.01. They return the log of what g is divided by, and log u to be stored.
 """
 
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from leanclip.losses.config import LossConfig
 from leanclip.ops.reference import softplus
 
-
-class Normalizer(Protocol):
-    def __call__(
-        self, log_g: Tensor, log_u: Tensor | None, *, negatives: int, shares: Tensor, shift: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The log of what g is divided by, and log u to be stored (log g itself where nothing is stored)."""
-        ...
+# (log g, log u, shares of old and new, shift) -> (log norm, new log u)
+Normalizer = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
-def batch(
-    log_g: Tensor, log_u: Tensor | None, *, negatives: int, shares: Tensor, shift: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """InfoNCE: (1 + (B-1) g) / (B-1), the softmax's denominator."""
-    log_negatives = math.log(max(negatives, 1))
+def batch_sum(log_g: Tensor, log_u: Tensor | None, shares: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor]:
+    """InfoNCE: (1 + (B-1) g) / (B-1), the softmax's denominator. It stores nothing."""
+    log_negatives = math.log(max(log_g.shape[1] - 1, 1))
     return softplus(log_g + log_negatives) - log_negatives, log_g
 
 
-class RunningEstimate:
-    """eps + u with u <- (1 - gamma) u + gamma g, and u = g on a sample's first visit.
+def running_estimate(
+    eps: float, log_g: Tensor, log_u: Tensor | None, shares: Tensor, shift: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """eps + u with u <- (1 - gamma) u + gamma g; u = g on a sample's first visit, before which log u is -inf.
 
     With a `shift` it is eps exp(shift) + u.
     """
-
-    def __init__(self, eps: float) -> None:
-        self.log_eps = math.log(eps)
-
-    def __call__(
-        self, log_g: Tensor, log_u: Tensor | None, *, negatives: int, shares: Tensor, shift: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        assert log_u is not None
-        updated = update_estimate(log_u.to(log_g.dtype), log_g, shares)
-        log_eps = torch.full_like(updated, self.log_eps) if shift is None else self.log_eps + shift
-        return torch.logaddexp(updated, log_eps), updated
+    assert log_u is not None
+    log_keep, log_add = shares.log().unbind()
+    averaged = torch.logaddexp(log_u + log_keep, log_g + log_add)
+    updated = torch.where(log_u.isneginf(), log_g, averaged)
+    log_eps = torch.full_like(updated, math.log(eps)) if shift is None else math.log(eps) + shift
+    return torch.logaddexp(updated, log_eps), updated
 
 
-def update_estimate(log_u: Tensor, log_g: Tensor, shares: Tensor) -> Tensor:
-    """log of (1 - gamma) u + gamma g, given the two shares; `log_u` is -inf where the sample was never visited."""
-    kept, taken = shares.log().unbind()
-    averaged = torch.logaddexp(log_u + kept, log_g + taken)
-    return torch.where(log_u.isneginf(), log_g, averaged)
+def inner_rate(config: LossConfig, epoch: float, epochs: int) -> float:
+    """gamma in this epoch; a fraction of `epoch` counts only with `gamma_per_step`.
+
+    The first epoch has gamma 1, because there is nothing to average with yet.
+    """
+    if not config.gamma_per_step:
+        epoch = math.floor(epoch)
+    constant = config.gamma_schedule == "constant"
+    if epoch < 1 and (constant or not config.gamma_per_step):
+        return 1.0
+    gamma_min, decay_epochs = config.gamma_min, config.gamma_decay_epochs or max(1, epochs // 2)
+    if config.gamma_schedule == "auto":  # a power law in the number of epochs through the published settings
+        gamma_min, decay_epochs = min(1.0, 4.177 * epochs**-0.7265), epochs
+    assert gamma_min is not None
+    if constant or epoch >= decay_epochs:
+        return gamma_min
+    return 0.5 * (1 + math.cos(math.pi * epoch / decay_epochs)) * (1 - gamma_min) + gamma_min

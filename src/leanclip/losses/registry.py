@@ -1,4 +1,4 @@
-"""Which loss is which: the names, what each takes, its defaults, and how it is put together."""
+"""The losses by name: the hyper-parameters of each, its defaults, and its assembly."""
 
 import difflib
 import math
@@ -10,24 +10,18 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from leanclip.losses import normalizer, objective
+from leanclip.errors import ArgumentError
+from leanclip.losses import objective
 from leanclip.losses.base import ContrastiveLoss
 from leanclip.losses.config import LossConfig, check_names
-from leanclip.losses.gamma import InnerRate
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
+from leanclip.losses.normalizer import batch_sum, inner_rate, running_estimate
 from leanclip.losses.sample_state import SIDES, SampleState
 from leanclip.losses.sigmoid import SigmoidLoss
-from leanclip.losses.temperature import (
-    Anchors,
-    ConstantTemperature,
-    GlobalTemperature,
-    IndividualTemperature,
-    plain_gradient,
-    robust_gradient,
-)
+from leanclip.losses.temperature import ConstantTemperature, GlobalTemperature, IndividualTemperature
 
 Rule = ConstantTemperature | GlobalTemperature | IndividualTemperature
-Slope = Callable[[Anchors], Tensor]  # of the objective for log(1/tau)
+Slope = Callable[[objective.Anchors], Tensor]  # of the objective for log(1/tau)
 
 LEARNED = ("tau", "tau_min", "tau_max", "lr_tau")
 RUNNING = ("eps", "gamma_min", "gamma_schedule", "gamma_decay_epochs", "gamma_per_step")
@@ -44,9 +38,9 @@ class Spec:
     defaults: LossConfig
 
     def __post_init__(self) -> None:
-        """Shared defaults may name more than this loss takes."""
-        own = {name: value for name, value in asdict(self.defaults).items() if name in self.takes}
-        object.__setattr__(self, "defaults", LossConfig(**own))
+        """Drop the shared defaults that this loss does not take."""
+        defaults = {name: value for name, value in asdict(self.defaults).items() if name in self.takes}
+        object.__setattr__(self, "defaults", LossConfig(**defaults))
 
 
 COMMON = LossConfig(tau=0.07, tau_min=0.01, tau_max=1.0)
@@ -88,7 +82,7 @@ SPECS = {
     ),
 }
 LOSSES = tuple(SPECS)
-MEANT = {
+OTHER_NAMES = {
     "clip": "infonce", "openclip": "infonce", "discoclip": "infonce", "softmax": "infonce", "contrastive": "infonce",
     "sigmoid": "siglip", "fastclip": "fastclip-v3",
 } | {name.replace("-", ""): name for name in SPECS}  # fmt: skip
@@ -99,8 +93,8 @@ def create_loss(
 ) -> ContrastiveLoss:
     """A loss by name, for anyone's training loop.
 
-    `num_samples` is the size of the training set, needed by the losses that keep a state per sample. The
-    hyper-parameters are those of `LossConfig`; each loss takes some of them.
+    `num_samples` is the size of the training set, required by the losses that keep a state per sample. The
+    hyper-parameters are those of `LossConfig` that the loss takes.
     """
     spec = spec_of(name)
     check_names(name, set(hyper), spec.takes)
@@ -109,10 +103,10 @@ def create_loss(
 
 def spec_of(name: str) -> Spec:
     if name not in SPECS:
-        meant = MEANT.get(re.sub("[-_ ]|loss$", "", name.lower()))
-        near = [meant] if meant else difflib.get_close_matches(name, LOSSES, n=1)
+        known = OTHER_NAMES.get(re.sub("[-_ ]|loss$", "", name.lower()))
+        near = [known] if known else difflib.get_close_matches(name, LOSSES, n=1)
         hint = f"; did you mean {near[0]}?" if near else ";"
-        raise ValueError(f"unknown loss {name!r}{hint} The losses are {', '.join(LOSSES)}")
+        raise ArgumentError(f"unknown loss {name!r}{hint} The losses are {', '.join(LOSSES)}", code="loss.unknown")
     return SPECS[name]
 
 
@@ -120,50 +114,36 @@ def loss_from_config(
     name: str, config: LossConfig, *, num_samples: int | None = None, implementation: str = "auto"
 ) -> ContrastiveLoss:
     spec = spec_of(name)
-    given = {key for key, value in asdict(config).items() if value is not None}
-    check_names(name, given, spec.takes)
+    check_names(name, {key for key, value in asdict(config).items() if value is not None}, spec.takes)
     hyper = config.over(spec.defaults)
-    if hyper.tau is not None and not (hyper.tau_min or 0.0) <= hyper.tau <= (hyper.tau_max or math.inf):
-        raise ValueError(
-            f"tau is {hyper.tau}; it must lie between tau_min {hyper.tau_min} and tau_max {hyper.tau_max}"
+    assert hyper.tau is not None
+    if not (hyper.tau_min or 0.0) <= hyper.tau <= (hyper.tau_max or math.inf):
+        raise ArgumentError(
+            f"tau is {hyper.tau}; it must lie between tau_min {hyper.tau_min} and tau_max {hyper.tau_max}",
+            code="loss.bad_value",
         )
     if spec.running and num_samples is None:
-        raise ValueError(f"{name} keeps a state per sample: give num_samples, the size of the training set")
+        raise ArgumentError(
+            f"{name} keeps a state per sample: give num_samples, the size of the training set",
+            code="loss.bad_num_samples",
+        )
+    rule = _temperature(spec, hyper, hyper.tau)
     if name == "siglip":
-        assert hyper.tau is not None and hyper.tau_min is not None and hyper.tau_max is not None
-        assert hyper.bias is not None
-        learned = GlobalTemperature(hyper.tau, hyper.tau_min, hyper.tau_max, drops=False)
-        return SigmoidLoss(implementation=implementation, temperature=learned, bias=hyper.bias, lr_tau=hyper.lr_tau)
-    return _contrastive(name, spec, hyper, num_samples, implementation)
-
-
-def _contrastive(
-    name: str, spec: Spec, hyper: LossConfig, num_samples: int | None, implementation: str
-) -> GlobalContrastiveLoss:
-    tables = {f"log_u_{side}": -float("inf") for side in SIDES} if spec.running else {}
-    rule, gradient = _temperature(spec, hyper)
+        assert isinstance(rule, GlobalTemperature) and hyper.bias is not None
+        return SigmoidLoss(implementation=implementation, temperature=rule, bias=hyper.bias, lr_tau=hyper.lr_tau)
+    tables = {f"log_u_{side}": -math.inf for side in SIDES}
     if isinstance(rule, IndividualTemperature):
-        assert hyper.tau is not None
         tables |= rule.tables(hyper.tau)
     if hyper.eps_form == "published":
         tables |= {f"shift_{side}": 0.0 for side in SIDES}
-    inner_rate = None
-    if spec.running:
-        assert hyper.gamma_schedule is not None
-        inner_rate = InnerRate(
-            schedule=hyper.gamma_schedule,
-            gamma_min=hyper.gamma_min,
-            decay_epochs=hyper.gamma_decay_epochs,
-            per_step=bool(hyper.gamma_per_step),
-        )
     return GlobalContrastiveLoss(
         name=name,
         implementation=implementation,
         temperature=rule,
-        normalizer=normalizer.RunningEstimate(hyper.eps or 0.0) if spec.running else normalizer.batch,
+        normalizer=partial(running_estimate, hyper.eps or 0.0) if spec.running else batch_sum,
         value=_value(spec, hyper),
-        temperature_gradient=gradient,
-        inner_rate=inner_rate,
+        temperature_gradient=_slope(spec, hyper) if isinstance(rule, GlobalTemperature) else None,
+        inner_rate=partial(inner_rate, hyper) if spec.running else None,
         weight_by_tau=spec.temperature == "robust",
         state=SampleState(num_samples, tables) if spec.running and num_samples is not None else None,
         lr_tau=hyper.lr_tau,
@@ -171,31 +151,33 @@ def _contrastive(
     )
 
 
-def _temperature(spec: Spec, hyper: LossConfig) -> tuple[Rule, Slope | None]:
-    assert hyper.tau is not None
+def _temperature(spec: Spec, hyper: LossConfig, tau: float) -> Rule:
     if spec.temperature == "constant":
-        return ConstantTemperature(hyper.tau), None
+        return ConstantTemperature(tau)
     assert hyper.tau_min is not None and hyper.tau_max is not None
-    if spec.temperature == "individual":
-        assert hyper.rho is not None and hyper.lr_tau is not None and hyper.tau_adam is not None
-        assert hyper.tau_betas is not None and hyper.tau_adam_eps is not None
-        return IndividualTemperature(
-            rho=hyper.rho,
-            lr_tau=hyper.lr_tau,
-            tau_min=hyper.tau_min,
-            tau_max=hyper.tau_max,
-            adam=hyper.tau_adam,
-            betas=hyper.tau_betas,
-            eps=hyper.tau_adam_eps,
-        ), None
-    learned = GlobalTemperature(hyper.tau, hyper.tau_min, hyper.tau_max, drops=spec.temperature == "robust")
+    if spec.temperature != "individual":
+        return GlobalTemperature(tau, hyper.tau_min, hyper.tau_max, drops=spec.temperature == "robust")
+    assert hyper.rho is not None and hyper.lr_tau is not None and hyper.tau_adam is not None
+    assert hyper.tau_betas is not None and hyper.tau_adam_eps is not None
+    return IndividualTemperature(
+        rho=hyper.rho,
+        lr_tau=hyper.lr_tau,
+        tau_min=hyper.tau_min,
+        tau_max=hyper.tau_max,
+        adam=hyper.tau_adam,
+        betas=hyper.tau_betas,
+        eps=hyper.tau_adam_eps,
+    )
+
+
+def _slope(spec: Spec, hyper: LossConfig) -> Slope:
     if spec.temperature == "robust":
         assert hyper.rho is not None and hyper.tau_gradient is not None
-        return learned, partial(robust_gradient, hyper.rho, hyper.tau_gradient)
-    return learned, partial(plain_gradient, 1.0 if spec.running else 0.5)
+        return partial(objective.robust_gradient, hyper.rho, hyper.tau_gradient)
+    return partial(objective.plain_gradient, 1.0 if spec.running else 0.5)
 
 
-def _value(spec: Spec, hyper: LossConfig) -> Callable[[Anchors], Tensor]:
+def _value(spec: Spec, hyper: LossConfig) -> Callable[[objective.Anchors], Tensor]:
     if not spec.running:
         return objective.infonce
     return objective.gcl if hyper.rho is None else partial(objective.rgcl, hyper.rho)

@@ -1,20 +1,19 @@
-"""SigLIP: every pair of a batch is a yes-or-no question of its own, with a learnable temperature and bias."""
+"""SigLIP: a binary classification of every pair of a batch, with a learnable temperature and bias."""
 
 import torch
 from torch import Tensor, nn
 
 from leanclip import ops
-from leanclip.losses.base import ContrastiveLoss, Local, work_dtype
+from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metrics
 from leanclip.losses.custom_gradient import attach_gradients
-from leanclip.losses.output import LossOutput, Metrics
 from leanclip.losses.temperature import GlobalTemperature
 
 
 class SigmoidLoss(ContrastiveLoss):
-    """-1/B sum_ij log sigmoid(+-z_ij), z_ij = s_ij / tau + bias, plus for the positives and minus for all others.
+    """-1/B sum_ij log sigmoid(+-z_ij), z_ij = s_ij / tau + bias, plus for the positives and minus for the negatives.
 
-    As softplus(-z) = softplus(z) - z, this is 1/B [sum_ij softplus(z_ij) - sum_i z_ii]: no pair is special but for a
-    linear term. The gradients need no normaliser and come with the value in one pass.
+    As softplus(-z) = softplus(z) - z, this is 1/B [sum_ij softplus(z_ij) - sum_i z_ii]: all pairs share one
+    form, and the positives add a linear term. The gradients need no normaliser and come with the value in one pass.
     """
 
     def __init__(
@@ -31,37 +30,35 @@ class SigmoidLoss(ContrastiveLoss):
         self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None, groups: Tensor | None
     ) -> LossOutput:
         image, text, ranks, batch = local.image, local.text, local.ranks, local.batch
-        chosen, engine = ops.implementation(self.implementation, image)
+        implementation, engine = ops.implementation(self.implementation, image)
         needs = (image.requires_grad and torch.is_grad_enabled(), text.requires_grad and torch.is_grad_enabled())
 
         with torch.no_grad():
-            dtype = work_dtype(image)
+            dtype = ops.accumulator_dtype(image.dtype)
             scale, bias = self.temperature().to(dtype).reciprocal(), self.bias.to(dtype)
             positive = (image.to(dtype) * text).sum(1)
             weight = scale / batch
-            all_images, all_texts = local.gathered()
-            all_groups = local.groups(groups)
             sigmoid, diagonal = ops.Sigmoid(scale, bias, weight), -weight.expand(len(image))
-            found = engine.pairwise(
+            (all_images, all_texts), all_groups = local.gathered(), local.groups(groups)
+            by_image = engine.pairwise(
                 local.pairs(image, all_texts, all_groups),
                 sigmoid,
                 diagonal,
                 needs=(needs[0], needs[1] and ranks.size == 1),
             )
-            gradients = found.gradients
+            gradients = by_image.gradients
             if ranks.size > 1:
                 pairs = local.pairs(text, all_images, all_groups)
-                other = engine.pairwise(pairs, sigmoid, diagonal, needs=(needs[1], False)).gradients
-                gradients = ops.Gradients(
-                    *(None if g is None else g * ranks.size for g in (gradients.rows, other.rows))
-                )
+                by_text = engine.pairwise(pairs, sigmoid, diagonal, needs=(needs[1], False))
+                both = (gradients.rows, by_text.gradients.rows)
+                gradients = ops.Gradients(*(None if g is None else g * ranks.size for g in both))
             sums = torch.stack([
-                (found.softplus - (scale * positive + bias)).sum(),
-                (found.similarity - positive).sum(),
-                found.weight.sum(),
+                (by_image.softplus - (scale * positive + bias)).sum(),
+                (by_image.similarity - positive).sum(),
+                by_image.weight.sum(),
             ])  # fmt: skip
-            value, similarity, answers = (ranks.sum(sums, purpose="sums") / batch).unbind()
-            slopes = [(self.temperature_rule.log_inv_tau, scale * similarity), (self.bias, answers - 1)]
+            value, similarity, probability = (ranks.sum(sums, purpose="sums") / batch).unbind()
+            slopes = [(self.temperature_rule.log_inv_tau, scale * similarity), (self.bias, probability - 1)]
 
         saved = [gradient for gradient in gradients if gradient is not None]
 
@@ -70,5 +67,9 @@ class SigmoidLoss(ContrastiveLoss):
             return ops.Gradients(*(next(kept) if need else None for need in needs))
 
         loss = attach_gradients(value, image, text, pull, saved, slopes)
-        metrics = {"tau": lambda: scale.reciprocal(), "bias": self.bias.detach().clone(), "implementation": chosen}
+        metrics = {
+            "tau": lambda: scale.reciprocal(),
+            "bias": self.bias.detach().clone(),
+            "implementation": implementation,
+        }
         return LossOutput(loss=loss, metrics=Metrics(metrics))

@@ -1,43 +1,22 @@
-"""The temperature rules. Each gives the batch its temperatures and says what the step teaches them.
-
-Tensors with a leading dimension of 2 hold both directions: image anchors first, text anchors second.
-"""
+"""The temperature rules: one constant, one learnable, or one learnable per sample and direction."""
 
 import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from leanclip.losses.device_scalars import Numbers
+from leanclip.losses.device_scalars import DeviceScalars
+from leanclip.losses.objective import Anchors
 from leanclip.losses.sample_state import SIDES, SampleState
 
 GRADIENT_CLAMP = 5.0  # of the per-sample temperature gradient, as published
 DROP_BELOW, DROP_TO = 0.03, 1 / 3  # at low tau fastclip-v3's learning rate drops to a third, as published
 
 
-class Anchors(NamedTuple):
-    """What the batch and the estimator say of each anchor, with l_ij = (s_ij - s_ii) / tau_i over the negatives j."""
-
-    tau: Tensor  # () or (2, B)
-    log_g: Tensor  # (2, B) log mean_j exp(l_ij)
-    mean_l: Tensor  # (2, B) mean of l under the softmax over the negatives
-    log_norm: Tensor  # (2, B) log of what g is divided by: log(eps + u), or the batch's own
-    log_u: Tensor  # (2, B) the running estimate after the update
-    ratio: Tensor  # (2, B) g / norm
-
-    def finite_log_u(self) -> Tensor:
-        """log u, or the normaliser's floor log(eps) for an anchor that never had a negative."""
-        return torch.where(self.log_u.isneginf(), self.log_norm, self.log_u)
-
-    def slope(self) -> Tensor:
-        """-tau d/dtau of g / norm, norm held constant."""
-        return self.ratio * self.mean_l
-
-
 class ConstantTemperature(nn.Module):
-    """One temperature that stays."""
+    """One temperature that never changes."""
 
     tau: Tensor
 
@@ -52,8 +31,8 @@ class ConstantTemperature(nn.Module):
 class GlobalTemperature(nn.Module):
     """One learnable temperature, stored as log(1/tau), the module's one parameter.
 
-    The clamp and the drop of the learning rate at low tau are applied when the temperature is next looked at, so that
-    any optimizer and any training loop will do: the drop scales the optimizer's own step back to a third.
+    The clamp and the drop of the learning rate at low tau are applied when the temperature is next read, so that any
+    optimizer and any training loop works: the drop reduces the optimizer's last step to a third.
     """
 
     previous: Tensor
@@ -90,21 +69,8 @@ def _settle_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     module.settle()
 
 
-def plain_gradient(factor: float, anchors: Anchors) -> Tensor:
-    """d/dlog(1/tau) of factor * mean_i[g1/norm1 + g2/norm2], norms constant: InfoNCE (1/2), fastclip-v0 (1)."""
-    return 2 * factor * anchors.slope().mean()
-
-
-def robust_gradient(rho: float, form: Literal["published", "exact"], anchors: Anchors) -> Tensor:
-    """fastclip-v3: d/dlog(1/tau) of half the RGCL-g objective. `published` counts the first term twice."""
-    slope = anchors.slope().mean()
-    if form == "exact":
-        return anchors.tau * (slope - rho - anchors.log_norm.mean())
-    return anchors.tau * (2 * slope - rho - anchors.finite_log_u().mean())
-
-
 class IndividualTemperature(nn.Module):
-    """One learnable temperature per sample and direction, each with an Adam of its own, in the sample state."""
+    """One learnable temperature per sample and direction, each with its own Adam moments, in the sample state."""
 
     def __init__(
         self,
@@ -121,17 +87,16 @@ class IndividualTemperature(nn.Module):
         self.rho, self.lr_tau = rho, lr_tau
         self.tau_min, self.tau_max = tau_min, tau_max
         self.adam, self.betas, self.eps = adam, betas, eps
-        self.in_epoch = Numbers(*self._in_epoch(0))  # `published`: this epoch's betas and bias corrections
+        self.in_epoch = DeviceScalars(*self._in_epoch(0))  # `published`: this epoch's betas and bias corrections
 
     def tables(self, tau: float) -> dict[str, float]:
-        """The initial values of the tables, for each side."""
+        """The initial values of the tables of both sides."""
         initial = {"tau": tau, "tau_m": 0.0, "tau_v": 0.0}
         if self.adam == "visits":
             initial["visits"] = 0.0
         return {f"{name}_{side}": value for side in SIDES for name, value in initial.items()}
 
-    def begin(self, epoch: int) -> None:
-        """Of an epoch, once or several times."""
+    def set_epoch(self, epoch: int) -> None:
         self.in_epoch.set(*self._in_epoch(epoch))
 
     def _in_epoch(self, epoch: int) -> list[float]:
@@ -139,20 +104,20 @@ class IndividualTemperature(nn.Module):
         return [first, second, 1 - first ** (epoch + 1), 1 - second ** (epoch + 1)]
 
     def update(self, state: SampleState, ids: tuple[Tensor, Tensor], anchors: Anchors) -> Mapping[str, Tensor]:
-        """The batch's new values, (2, B) each; right for the samples that this rank owns."""
+        """The batch's new values, (2, B) each; only those of this rank's samples are valid."""
         names = ("tau_m", "tau_v", "visits") if self.adam == "visits" else ("tau_m", "tau_v")
-        own = {name: value.to(anchors.tau.dtype) for name, value in state.own(names, ids).items()}
+        old = {name: value.to(anchors.tau.dtype) for name, value in state.read_local(names, ids).items()}
         gradient = anchors.log_norm - anchors.slope() + self.rho
         gradient = gradient.clamp(-GRADIENT_CLAMP, GRADIENT_CLAMP)
         values: dict[str, Tensor] = {}
         if self.adam == "visits":
-            values["visits"] = exponent = own["visits"] + 1
+            values["visits"] = exponent = old["visits"] + 1
             first, second = self.betas
             first_correction, second_correction = 1 - first**exponent, 1 - second**exponent
         else:
             first, second, first_correction, second_correction = self.in_epoch.value.to(gradient.dtype).unbind()
-        m = torch.lerp(gradient, own["tau_m"], first)
-        v = torch.lerp(gradient * gradient, own["tau_v"], second)
+        m = torch.lerp(gradient, old["tau_m"], first)
+        v = torch.lerp(gradient * gradient, old["tau_v"], second)
         step = (m / first_correction) / ((v / second_correction).sqrt() + self.eps)
         tau = (anchors.tau - self.lr_tau * step).clamp(self.tau_min, self.tau_max)
         return values | {"tau": tau, "tau_m": m, "tau_v": v}

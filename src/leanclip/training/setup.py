@@ -73,10 +73,7 @@ class Job:
 
 def resolve(config: TrainConfig, saved: SavedRun | None = None) -> tuple[TrainConfig, Datasets]:
     """Check what can be checked before anything is built, index the data, and decide what was left open."""
-    try:
-        spec_of(config.run.loss)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    spec_of(config.run.loss)
     if "/" not in config.run.best_metric:  # others name a zero-shot set, and are checked when those are open
         _check_best_metric(config.run.best_metric, RECALLS)
     check_trackers(config.run.report_to)
@@ -163,15 +160,12 @@ def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
     notes += [] if saved is None or reset else saved.without_effect(asked)
     if device.type == "cpu" and run.precision not in ("fp32", "fp64"):
         notes.append(f"--precision {run.precision} is slower than fp32 on most CPUs: leave it out there")
-    try:
-        loss = loss_from_config(
-            run.loss,
-            config.loss,
-            num_samples=len(data.train.source) if saved is None or reset else saved.content["samples"],
-            implementation=run.implementation,
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    loss = loss_from_config(
+        run.loss,
+        config.loss,
+        num_samples=len(data.train.source) if saved is None or reset else saved.content["samples"],
+        implementation=run.implementation,
+    )
     model, loss = (module.to(device, torch.float64 if double else None) for module in (model, loss))
     assert isinstance(model, TwoTower) and isinstance(loss, ContrastiveLoss)
     autocast = autocast_of(run.precision, device)

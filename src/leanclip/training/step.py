@@ -71,7 +71,7 @@ def direct(context: StepContext, batch: Batch) -> LossOutput:
     """Loss and gradients of a batch at once. The image embeddings are sent while the captions are embedded."""
 
     def send(image: Tensor) -> None:
-        context.loss.send_ahead(image, global_batch=context.global_batch)
+        context.loss.start_gather(image, global_batch=context.global_batch)
         context.phase("text tower")
 
     context.phase("image tower")
