@@ -3,6 +3,7 @@
 import math
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def equal(before, after):
     return before.keys() == after.keys() and all(torch.equal(value, after[key]) for key, value in before.items())
 
 
-def log_u(loss, ids=slice(None), side="image"):
+def log_u(loss, ids: Any = slice(None), side="image"):
     return state(loss).get_buffer(f"log_u_{side}")[ids]
 
 
