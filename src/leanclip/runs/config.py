@@ -35,9 +35,9 @@ class RunConfig:
     max_steps: int | None = None
     """Stop after this many steps, if --epochs would take more. The schedules end there too."""
     loss: str = common("fastclip-v3")
-    """infonce, siglip, sogclr, isogclr, fastclip-v0, fastclip-v1, fastclip-v2 or fastclip-v3. infonce and fastclip-v3 are
-    statistically tied at 32,023 pairs (docs/results.md); FastCLIP's paper reports fastclip-v3 ahead on 2.7 to 316
-    million pairs."""
+    """infonce, siglip, sogclr, isogclr, fastclip-v0, fastclip-v1, fastclip-v2 or fastclip-v3. infonce and
+    fastclip-v3 are statistically tied at 32,023 pairs (docs/results.md); FastCLIP's paper reports fastclip-v3 ahead
+    on 2.7 to 316 million pairs."""
     implementation: Literal["auto", "reference", "tiled", "triton"] = "auto"
     """The loss backend; auto takes the fastest."""
     precision: Precision | None = common(None)
