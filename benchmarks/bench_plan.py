@@ -36,7 +36,7 @@ from leanclip.planning.gpu_model import Card, calibrated, card_named, read_card,
 from leanclip.planning.step_prediction import caption_lengths, predict_step
 from leanclip.runs.config import ParallelConfig, RunConfig, TrainConfig
 from leanclip.training.cuda_graph import CudaGraphs
-from leanclip.training.model_setup import build_model, uses_cuda_graph
+from leanclip.training.model_setup import model_for_run, uses_cuda_graph
 from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
 
@@ -156,7 +156,7 @@ def synthetic(model: TwoTower, batch: int, device: torch.device) -> Batch:
 def steps_of(case: Case, device: torch.device) -> tuple[StepContext, Batch]:
     torch.manual_seed(0)
     config = case.config()
-    model = build_model(config).to(device).train()
+    model = model_for_run(config).to(device).train()
     if case.compile == "on":
         model.compile_towers()
     loss = loss_from_config(case.loss, config.loss, num_samples=SAMPLES).to(device)

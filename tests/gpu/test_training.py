@@ -1,19 +1,20 @@
 """The trainer on a GPU: every precision, FSDP2, and micro-batches that fit by themselves."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from leanclip.cli.train import run
-from leanclip.data import Batch, DataConfig
-from leanclip.distributed import Ranks
+from leanclip.cli.train import parse_command, run
+from leanclip.data import Batch
 from leanclip.losses import loss_from_config
 from leanclip.models import ModelConfig
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
-from leanclip.planning.fit import fitting
-from leanclip.runs.config import ParallelConfig, RunConfig, TrainConfig
-from leanclip.training.model_setup import build_model
+from leanclip.runs.config import TrainConfig
+from leanclip.training import micro_batch_probe, set_up
+from leanclip.training.micro_batch_probe import USED, probe_micro_batch
+from leanclip.training.model_setup import model_for_run
 from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
 
@@ -38,35 +39,57 @@ def test_every_way_trains_alike(extra, tmp_path):
     assert found[-1] < found[0]
 
 
-def test_the_fitted_micro_batch_fits(monkeypatch):
-    """With little room the micro-batch is small, and a step on the longest captions needs no more than that room."""
-    room, device = 12 * 2**30, torch.device("cuda")
+def with_room(monkeypatch, room):
+    """A GPU on which this process can have so many bytes."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (room - torch.cuda.memory_reserved(), room))
+
+
+def test_the_probed_micro_batch_is_near_the_largest_that_fits(monkeypatch):
+    """On the longest captions, with the pixels of the next batch on the device."""
+    room, device, share = 8 * 2**30, torch.device("cuda"), 4096
     config = TrainConfig(
         model=ModelConfig(model="ViT-B-32"),
-        data=DataConfig(global_batch_size=4096),
-        run=RunConfig(loss="infonce", precision="amp_bf16"),
-        parallel=ParallelConfig(compile="off"),
         optim=OptimConfig(lr=1e-5, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6),
     )
-    torch.cuda.empty_cache()
-    held = torch.cuda.memory_reserved()
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (room - held, room))
-    micro = fitting(config, samples=10**6, ranks=Ranks(0, 1, None), device=device)
-    assert 16 <= micro < 1024
-    model = build_model(config).to(device).train()
+    model = model_for_run(config).to(device).train()
     loss = loss_from_config("infonce", config.loss, num_samples=10**6).to(device)
     optimizer = create_optimizer(config.optim, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
-    autocast = torch.autocast("cuda", torch.bfloat16)
     context = StepContext(
-        towers=model, loss=loss, optimizer=optimizer, global_batch=4096, micro_batches=-(-4096 // micro),
-        autocast=autocast, texts=model.texts,
+        towers=model, loss=loss, optimizer=optimizer, global_batch=share, texts=model.texts,
+        autocast=torch.autocast("cuda", torch.bfloat16),
     )  # fmt: skip
-    tokens = model.tokenizer(["a " * 1000]).expand(4096, -1).contiguous()
-    images = torch.randint(256, (4096, 3, 224, 224), dtype=torch.uint8, device=device)
-    batch = Batch(
-        images=images, tokens=tokens.to(device), sample_ids=torch.arange(4096), lengths=torch.full((4096,), 77)
-    )
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):
-        assert not training_step(context, batch).skipped
-    assert 0.8 * room < torch.cuda.max_memory_allocated() < room
+    with_room(monkeypatch, room)
+    micro = probe_micro_batch(context, model, share=share, optimizer="adamw", fsdp=False)
+    assert 16 <= micro < share // 8
+    images, _ = torch.randint(256, (2, share, 3, 224, 224), dtype=torch.uint8, device=device)
+    tokens = model.tokenizer(["a " * 1000]).expand(share, -1).contiguous().to(device)
+    batch = Batch(images=images, tokens=tokens, sample_ids=torch.arange(share), lengths=torch.full((share,), 77))
+
+    def needed(size):
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            assert not training_step(replace(context, micro_batches=-(-share // size)), batch).skipped
+        return torch.cuda.max_memory_allocated()
+
+    assert needed(micro) <= USED * room < needed(int(1.1 * micro) + 8)
+
+
+def test_a_probed_run_equals_one_whose_micro_batch_is_given(monkeypatch, tmp_path):
+    """Weights, loss state, batch-norm statistics and random numbers when it begins, and its losses, bit for bit."""
+    flags = [*BASE.split(), "--logs", str(tmp_path)]
+    search, sizes = micro_batch_probe.largest_micro_batch, []
+
+    def smaller(peak, **options):
+        sizes.append(search(peak, **options))  # whose passes must leave no trace
+        return 24
+
+    by_hand = losses(tmp_path / "given", "--micro-batch 24")
+    given = set_up(parse_command([*flags, "--micro-batch", "24"]).settings)
+    monkeypatch.setattr(micro_batch_probe, "largest_micro_batch", smaller)
+    probed = set_up(parse_command(flags).settings)
+    assert sizes == [96] and probed.context.micro_batches == given.context.micro_batches == 4
+    assert all(parameter.grad is None for parameter in probed.context.parameters)
+    before = given.state.tensors()
+    for name, tensor in probed.state.tensors().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True, msg=name)
+    assert losses(tmp_path / "probed", "") == by_hand

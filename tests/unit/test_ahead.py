@@ -12,7 +12,7 @@ import leanclip
 from leanclip.losses import LOSSES
 from leanclip.ops import attention
 from leanclip.training import kernel_warmup as ahead
-from leanclip.training.kernel_warmup import Ahead, rehearsals
+from leanclip.training.kernel_warmup import KernelWarmup, warmup_calls
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def off():
 
 def calls_of(model, name="fastclip-v3"):
     return list(
-        rehearsals(model, lambda: leanclip.create_loss(name, num_samples=8), batch=8, autocast=off, device=CPU)
+        warmup_calls(model, lambda: leanclip.create_loss(name, num_samples=8), batch=8, autocast=off, device=CPU)
     )
 
 
@@ -37,7 +37,7 @@ def test_calls_run_side_by_side_and_none_stops_the_run_or_fails_unseen():
     def broken():
         raise RuntimeError("no such kernel\nmore of it")
 
-    told = Ahead([call, broken, call], CPU).wait()
+    told = KernelWarmup([call, broken, call], CPU).wait()
     assert done == [1, 1]
     assert told is not None and told.endswith("(RuntimeError: no such kernel)")
 
@@ -48,7 +48,7 @@ def test_threads_use_the_gpu_of_the_one_that_starts_them(name, number, monkeypat
     chosen, done = [], []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
-    assert Ahead([lambda: done.append(1)] * 3, torch.device(name)).wait() is None
+    assert KernelWarmup([lambda: done.append(1)] * 3, torch.device(name)).wait() is None
     assert (chosen, done) == ([number] * 3, [1] * 3)
 
 
@@ -66,14 +66,14 @@ def test_a_program_that_ends_early_ends_as_it_should():
     """An error in the middle of getting ready: the threads are inside of torch, and must not abort the program."""
     code = """
 import sys, torch
-from leanclip.training.kernel_warmup import Ahead
+from leanclip.training.kernel_warmup import KernelWarmup
 
 def work():
     for _ in range(60):
         x = torch.ones(200, 200, requires_grad=True)
         (x @ x).sum().backward()
 
-Ahead([work] * 4, torch.device("cpu"))
+KernelWarmup([work] * 4, torch.device("cpu"))
 sys.exit(2)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -128,5 +128,5 @@ def test_what_is_rehearsed_is_what_the_model_launches(family, monkeypatch):
 @pytest.mark.parametrize("processors", [20, 108, 132, 148])
 def test_a_larger_batch_launches_the_kernels_of_the_one_that_is_rehearsed(processors):
     launch = pytest.importorskip("leanclip.ops.triton.launch")
-    tiles = [(batch // 128) ** 2 for batch in (ahead.ENOUGH, 2 * ahead.ENOUGH, 2**20)]
+    tiles = [(batch // 128) ** 2 for batch in (ahead.MOST_SAMPLES, 2 * ahead.MOST_SAMPLES, 2**20)]
     assert {launch._strip(count, processors) for count in tiles} == {launch.LONGEST_STRIP}

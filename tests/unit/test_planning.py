@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanclip.data import DataConfig
-from leanclip.distributed import Ranks, compare_traffic
+from leanclip.distributed import compare_traffic
 from leanclip.errors import UserError
 from leanclip.losses import LOSSES, create_loss
 from leanclip.models import ModelConfig, create_model
@@ -25,7 +24,6 @@ from leanclip.planning import loss_kernels as engine
 from leanclip.planning import step_prediction as predict
 from leanclip.planning.baseline_losses import RivalLoss, loss_memory
 from leanclip.planning.compiled_cost import traced_compile
-from leanclip.planning.fit import fitting
 from leanclip.planning.gpu_model import REFERENCE, read_card, write_card
 from leanclip.planning.micro_batch_search import USED, Search, largest_batch, options
 from leanclip.planning.step_prediction import predict_step
@@ -415,25 +413,6 @@ def test_compiling_recomputing_and_packing_need_less(small_model):
     padded = predict_step(config_of(small_model, 2048, pad_text=True), **asked)
     assert padded.memory["activations"] > 1.5 * eager.memory["activations"]
     assert compiled.recorded and not eager.recorded
-
-
-def test_the_micro_batch_of_the_trainer(monkeypatch, small_model):
-    """From the free memory of a GPU that is not there; on a CPU the whole share."""
-    config, one = config_of(small_model, 512, loss="infonce"), Ranks(0, 1, None)
-    assert fitting(config, samples=1000, ranks=one, device=torch.device("cpu")) == 512
-    whole = predict_step(config, samples=1000)
-    free = whole.peak // 2
-    card = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: whole.memory["weights"])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    asked: dict[str, Any] = {"samples": 1000, "ranks": one, "device": torch.device("cuda")}
-    micro = fitting(config, **asked)
-    assert 8 <= micro < 512 and micro % 8 == 0
-    assert predict_step(config, samples=1000, parts=-(-512 // micro)).needed < free + whole.memory["weights"]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
-    with pytest.raises(UserError, match="not one sample fits"):
-        fitting(config, **asked)
 
 
 class Launched(NamedTuple):

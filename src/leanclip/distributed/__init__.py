@@ -1,6 +1,14 @@
 """The processes that share a global batch."""
 
-from leanclip.distributed.ddp_fsdp import full_tensor, gradient_sync, reshard, shard_like, wrap_ddp, wrap_fsdp
+from leanclip.distributed.ddp_fsdp import (
+    full_tensor,
+    gradient_sync,
+    local_tensor,
+    reshard,
+    shard_like,
+    wrap_ddp,
+    wrap_fsdp,
+)
 from leanclip.distributed.heartbeat import LOST_RANK_EXIT, Heartbeat
 from leanclip.distributed.launch import (
     Launch,
@@ -30,6 +38,7 @@ __all__ = [
     "gloo_group",
     "gradient_sync",
     "launch_id",
+    "local_tensor",
     "process_group",
     "reshard",
     "shard_like",

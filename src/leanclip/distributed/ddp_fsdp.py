@@ -84,6 +84,11 @@ def gradient_sync(model: nn.Module, reduce: bool) -> Iterator[None]:
     yield
 
 
+def local_tensor(value: Tensor) -> Tensor:
+    """This rank's part of a tensor that is split over the ranks, or all of one that is not."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def full_tensor(value: Tensor) -> Tensor:
     """All of a tensor that is split over the ranks. A collective call.
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from leanclip.planning import Card, Network
 from leanclip.planning.step_prediction import Predicted, predict_step
 from leanclip.runs.config import TrainConfig
-from leanclip.training.model_setup import build_model, tower_depth
+from leanclip.training.model_setup import model_for_run, tower_depth
 
 USED = 0.92  # of the memory: the allocator needs room to move, CUDA and NCCL take some for themselves
 LITTLE = (512, 128, 32, 8)  # samples of a micro-batch that leaves half of the free memory to the batch
@@ -146,7 +146,7 @@ def _fewest(search: Callable[[bool | int], Search], micro: int, room: int) -> Se
     Each block saves about as much as another.
     """
     none, most = search(False), search(True)
-    blocks = tower_depth(build_model(none.config, shapes_only=True))
+    blocks = tower_depth(model_for_run(none.config, shapes_only=True))
     if blocks is None:
         return None
     above = none.step(micro).needed - room

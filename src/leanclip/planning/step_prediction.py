@@ -23,7 +23,7 @@ from leanclip.planning.compiled_cost import traced_compile
 from leanclip.planning.fake_ranks import pretending
 from leanclip.planning.step_trace import Begun, Cost, Kernel, Trace, faked, tracing
 from leanclip.runs.config import TrainConfig
-from leanclip.training.model_setup import build_model, uses_compile, uses_cuda_graph
+from leanclip.training.model_setup import model_for_run, uses_compile, uses_cuda_graph
 from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
 
@@ -87,7 +87,7 @@ def predict_step(
     """
     batch, precision = config.data.global_batch_size, config.run.precision
     assert batch is not None
-    model = build_model(config, shapes_only=True)
+    model = model_for_run(config, shapes_only=True)
     cuda = torch.device("cuda")
     steps = config.run.epochs * max(1, samples // batch)
     if uses_compile(config, model, Ranks(0, ranks, None), cuda, min(steps, config.run.max_steps or steps)):

@@ -6,6 +6,7 @@
    of the gradients to the weights.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,14 +45,19 @@ def cached(context: StepContext, batch: Batch) -> LossOutput:
                 with context.autocast:
                     pair = _embed(context, micro_batch)
                 context.phase("backward")
-                trained = [(side, grad) for side, grad in zip(pair, gradient, strict=True) if side.requires_grad]
-                torch.autograd.backward([side for side, _ in trained], [grad for _, grad in trained])
+                propagate(pair, gradient)
     return output
 
 
 def _embed(context: StepContext, micro_batch: tuple[Tensor, Any]) -> tuple[Tensor, Tensor]:
     context.phase("image tower")
     return context.towers(*micro_batch, lambda _: context.phase("text tower"))
+
+
+def propagate(embeddings: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """From the embeddings of both towers, of which one may be frozen, to the weights."""
+    trained = [(side, grad) for side, grad in zip(embeddings, gradients, strict=True) if side.requires_grad]
+    torch.autograd.backward([side for side, _ in trained], [grad for _, grad in trained])
 
 
 class RandomState(NamedTuple):

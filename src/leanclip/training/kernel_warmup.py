@@ -29,10 +29,10 @@ from leanclip.ops.attention import (
     short_attention_backward,
 )
 
-ENOUGH = 32768  # samples: more launch the same kernels
+MOST_SAMPLES = 32768  # samples: more launch the same kernels
 
 
-class Ahead:
+class KernelWarmup:
     """Calls, each in a thread. What goes wrong in one of them does not stop the run, which then compiles as it goes.
 
     The threads are no daemons: a program that ends early waits for them, since one that dies inside of torch takes
@@ -63,7 +63,7 @@ class Ahead:
             self.errors.append(error)
 
 
-def rehearsals(
+def warmup_calls(
     model: TwoTower,
     loss: Callable[[], ContrastiveLoss],
     *,
@@ -135,7 +135,9 @@ def _loss(
     if loss.implementation not in ("auto", "triton"):
         return  # the others compile nothing, and one holds all pairs
     loss.set_epoch(0.0, 1)
-    some = batch if batch <= ENOUGH else ENOUGH + batch % 16  # Triton cares whether a number divides by 16
+    some = (
+        batch if batch <= MOST_SAMPLES else MOST_SAMPLES + batch % 16
+    )  # Triton cares whether a number divides by 16
     image, text = (torch.full((some, dim), dim**-0.5, device=device, requires_grad=True) for _ in range(2))
     with autocast():
         output = loss(image, text, torch.arange(some), global_batch=some)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from leanclip.data import Batch
+from leanclip.distributed import local_tensor
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically
 from leanclip.training.step_context import StepContext
@@ -62,7 +62,7 @@ def gradient_norms(context: StepContext) -> dict[str, float]:
     if not found:
         return {}
     squares = torch.stack([
-        torch.linalg.vector_norm(_own(gradient), dtype=torch.float64).square() for gradient in found.values()
+        torch.linalg.vector_norm(local_tensor(gradient), dtype=torch.float64).square() for gradient in found.values()
     ])  # fmt: skip
     if any(split := [isinstance(gradient, DTensor) for gradient in found.values()]):
         mask = torch.tensor(split, device=squares.device)
@@ -108,13 +108,9 @@ def _broken_weights(context: StepContext) -> list[str]:
     """Parameters and batch-norm statistics that hold something that is no number."""
     values = {**context.towers.state_dict(), **{f"loss.{n}": p for n, p in context.loss.named_parameters()}}
     values = {name: value for name, value in values.items() if value.is_floating_point()}
-    own = torch.stack([(~_own(value).isfinite()).any() for value in values.values()]).to(torch.int32)
+    own = torch.stack([(~local_tensor(value).isfinite()).any() for value in values.values()]).to(torch.int32)
     broken = context.ranks.sum(own, purpose="diagnosis").tolist()
     return [name.removeprefix("module.").removeprefix("clip.") for name, n in zip(values, broken, strict=True) if n]
-
-
-def _own(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _tower(name: str) -> str:

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from leanclip.distributed import reshard
+from leanclip.distributed import local_tensor, reshard
 from leanclip.models import TwoTower
 
 RISE = 9  # the decay after n updates is at most (1 + n) / (1 + n + RISE)
@@ -36,7 +35,7 @@ class WeightEMA:
         """Take in the weights of a step. Waits for nothing."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (1 + self.updates + RISE))
-        get_ema_multi_avg_fn(decay)(_own(self.averages), _own(self._parameters), self.updates)
+        get_ema_multi_avg_fn(decay)(_local(self.averages), _local(self._parameters), self.updates)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -51,18 +50,17 @@ class WeightEMA:
     def restart(self) -> None:
         """Begin anew from the model's weights."""
         self.updates = 0
-        for average, parameter in zip(_own(self.averages), _own(self._parameters), strict=True):
+        for average, parameter in zip(_local(self.averages), _local(self._parameters), strict=True):
             average.copy_(parameter)
 
     @torch.no_grad()
     def _swap(self) -> None:
         reshard(self._model)
-        for parameter, average in zip(_own(self._parameters), _own(self.averages), strict=True):
+        for parameter, average in zip(_local(self._parameters), _local(self.averages), strict=True):
             kept = parameter.clone()
             parameter.copy_(average)
             average.copy_(kept)
 
 
-def _own(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """This rank's part of each."""
-    return [value.to_local() if isinstance(value, DTensor) else value for value in tensors.values()]
+def _local(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    return [local_tensor(tensor) for tensor in tensors.values()]

@@ -1,0 +1,145 @@
+"""The first step of set-up: every open setting decided, the data indexed, the checkpoint to resume from found."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+
+import torch
+
+from leanclip.checkpointing.openclip import OpenClipCheckpoint
+from leanclip.checkpointing.resume import AUTO, LATEST, SavedRun, find_saved
+from leanclip.data import Datasets, open_datasets
+from leanclip.device import device_of
+from leanclip.distributed import Ranks
+from leanclip.errors import UserError
+from leanclip.evaluation import RECALLS, LabelledSet, Prompts, labelled_sets, prompts_for, zero_shot_metrics
+from leanclip.losses import LossConfig
+from leanclip.losses.registry import spec_of
+from leanclip.models import model_config_of
+from leanclip.runs.config import TrainConfig
+from leanclip.runs.defaults import fill, total_steps
+from leanclip.runs.trackers import check_trackers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedRun:
+    """A run on paper: nothing is built yet."""
+
+    config: TrainConfig  # complete but for the temperature, which may come from the weights
+    loss_flags: LossConfig  # as the user gave them
+    data: Datasets
+    ranks: Ranks
+    device: torch.device
+    batch: int  # the global one
+    steps: int
+    resume_from: Path | None  # a checkpoint of ours, or a file of OpenCLIP's
+    saved: SavedRun | None  # where it is one of ours
+    reset_loss: bool
+    zero_shot: tuple[tuple[LabelledSet, Prompts], ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def samples(self) -> int:
+        return len(self.data.train.source)
+
+    @property
+    def saved_samples(self) -> int:
+        """The size of the loss's tables: that of the checkpoint, which may grow once it is loaded, or of the data."""
+        return self.samples if self.saved is None or self.reset_loss else self.saved.content["samples"]
+
+
+def resolve(config: TrainConfig) -> ResolvedRun:
+    """Check what can be checked before anything is built. All ranks call it together."""
+    ranks, loss_flags = Ranks.current(), config.loss
+    resume_from, warnings = _find_checkpoint(config, ranks)
+    saved = None
+    if resume_from is not None and resume_from.is_file():
+        OpenClipCheckpoint.read(resume_from)  # its errors come before the data are indexed
+        config = replace(config, model=replace(config.model, pretrained=str(resume_from)))
+    elif resume_from is not None:
+        saved = SavedRun.open(resume_from)
+    config, data = _complete(config, saved, ranks)
+    reset_loss = config.run.reset_loss_state
+    if saved is not None and saved.already_reset(config, data.train.source.manifest(), len(data.train.source)):
+        reset_loss = False
+        config = replace(
+            config, run=replace(config.run, reset_loss_state=True)
+        )  # so that the next checkpoints say it
+    # A default name contains the time, which differs between ranks.
+    name = ranks.broadcast_from_first(lambda: config.run.name)
+    config = replace(config, run=replace(config.run, name=name))
+    batch = config.data.global_batch_size
+    assert batch is not None and name is not None
+    return ResolvedRun(
+        config=config, loss_flags=loss_flags, data=data, ranks=ranks, device=device_of(config.run.device),
+        batch=batch, steps=total_steps(config, samples=len(data.train), batch=batch), resume_from=resume_from,
+        saved=saved, reset_loss=reset_loss, zero_shot=_open_zero_shot(config), warnings=tuple(warnings),
+    )  # fmt: skip
+
+
+def _complete(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tuple[TrainConfig, Datasets]:
+    spec_of(config.run.loss)
+    if "/" not in config.run.best_metric:  # the others belong to a zero-shot set, and are checked with it
+        _check_best_metric(config.run.best_metric, RECALLS)
+    check_trackers(config.run.report_to)
+    if config.model.model is not None:
+        model_config_of(config.model.model)
+    # A resumed run keeps the ids that it began with, unless its data are new.
+    manifest = None if saved is None or config.run.reset_loss_state else saved.manifest
+    data = open_datasets(config.data, seed=config.run.seed, manifest=manifest)
+    config = fill(config, samples=len(data.train), processes=ranks.size)
+    _check_ranks_agree(config, data, ranks)
+    return config, data
+
+
+def _check_ranks_agree(config: TrainConfig, data: Datasets, ranks: Ranks) -> None:
+    """All ranks need the same settings and the same data under the same ids; paths may differ between hosts."""
+    portable = replace(
+        config,
+        run=replace(config.run, name=None, device=None, logs="", zero_shot=(), imagenet_val=None, imagenet_v2=None),
+        data=replace(config.data, train_data=None, val_data=None),
+    )
+    manifest = data.train.source.manifest() or []
+    files = [(PurePath(str(entry["name"])).name, entry.get("count"), entry.get("size")) for entry in manifest]
+    facts = {"settings": repr(portable), "training data": f"{len(data.train.source)} samples {files}"}
+    digests = ranks.all_gather_objects({
+        name: hashlib.sha256(fact.encode()).hexdigest() for name, fact in facts.items()
+    })  # fmt: skip
+    for rank, name in ((rank, name) for rank in range(ranks.size) for name in facts):
+        if digests[rank][name] != digests[0][name]:
+            error = UserError(
+                f"rank {rank} has other {name} than rank 0; start all ranks with the same {name}, in the same order",
+                code="distributed.ranks_differ",
+            )
+            error.shown = not ranks.first
+            raise error
+
+
+def _check_best_metric(metric: str, known: Sequence[str]) -> None:
+    if metric not in known:
+        message = f"unknown --best-metric {metric!r}; choose from {', '.join(known)}"
+        raise UserError(message, code="evaluation.unknown_metric")
+
+
+def _open_zero_shot(config: TrainConfig) -> tuple[tuple[LabelledSet, Prompts], ...]:
+    run = config.run
+    sets = labelled_sets(
+        run.zero_shot,
+        imagenet_val=run.imagenet_val,
+        imagenet_v2=run.imagenet_v2,
+        bundled=config.data.train_data is None and config.data.val_data is None,
+    )
+    metrics = [f"{labelled.name}/{metric}" for labelled in sets for metric in zero_shot_metrics(labelled)]
+    _check_best_metric(run.best_metric, (*RECALLS, *metrics))
+    return tuple((labelled, prompts_for(labelled, run.templates)) for labelled in sets)
+
+
+def _find_checkpoint(config: TrainConfig, ranks: Ranks) -> tuple[Path | None, list[str]]:
+    """What --resume means, and warnings about damaged checkpoints. The first rank searches for all."""
+    run = config.run
+    if run.resume is None:
+        return None, []
+    if run.resume in (AUTO, LATEST) and run.name is None:
+        raise UserError(f"--resume {run.resume} needs the name of the run; give --name", code="resume.no_name")
+    return ranks.broadcast_from_first(lambda: find_saved(str(run.resume), Path(run.logs) / str(run.name)))
