@@ -6,7 +6,7 @@ from torch.nn.functional import normalize
 
 import leanclip
 from leanclip.data import Batch
-from leanclip.losses.gradient_check import selftest
+from leanclip.losses.gradient_check import check_implementations
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.training.step import training_step
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("batch", [127, 1000])
 def test_every_implementation_agrees_with_float64(batch):
-    checks = list(selftest(list(leanclip.LOSSES), device=torch.device("cuda"), batch=batch, dim=96))
+    checks = list(check_implementations(list(leanclip.LOSSES), device=torch.device("cuda"), batch=batch, dim=96))
     assert {check.implementation for check in checks} == {"tiled", "triton"}
     assert [check for check in checks if not check.passed] == []
 

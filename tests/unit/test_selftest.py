@@ -3,43 +3,54 @@ import torch
 
 from leanclip import ops
 from leanclip.cli import main
-from leanclip.losses.gradient_check import selftest
+from leanclip.losses.gradient_check import check_implementations
 from leanclip.ops import tiled
+from refusal import refusal_code
 
 
-def test_every_implementation_passes(capsys):
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (["--batch-size", "65", "--dim", "24"], ("fastclip-v2", "tiled")),
+        (
+            ["--processes", "2", "--batch-size", "9", "--loss", "fastclip-v2"],
+            ("loss of step 2", "gradient of token_embedding.weight", "state.tau_text"),
+        ),
+    ],
+    ids=["implementations", "processes"],
+)
+def test_all_checks_pass(flags, shown, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["selftest", "--batch-size", "65", "--dim", "24", "--device", "cpu"])
-    shown = capsys.readouterr().out
-    assert stop.value.code == 0, shown
-    assert "fastclip-v2" in shown and "tiled" in shown and "WRONG" not in shown
+        main(["selftest", "--device", "cpu", *flags])
+    output = capsys.readouterr().out
+    assert stop.value.code == 0, output
+    assert all(word in output for word in shown) and "WRONG" not in output
 
 
-def test_a_wrong_implementation_is_caught(monkeypatch):
-    right = tiled.gradients
+def test_a_wrong_implementation_is_detected(monkeypatch):
+    correct = tiled.gradients
 
     def wrong(*arguments, **named):
-        found = right(*arguments, **named)
-        assert found.rows is not None
-        return ops.Gradients(found.rows * 1.001, found.cols)
+        gradients = correct(*arguments, **named)
+        assert gradients.rows is not None
+        return ops.Gradients(gradients.rows * 1.001, gradients.cols)
 
     monkeypatch.setattr(tiled, "gradients", wrong)
-    checks = list(selftest(["infonce"], device=torch.device("cpu"), batch=33, dim=16))
+    checks = list(check_implementations(["infonce"], device=torch.device("cpu"), batch=33, dim=16))
     failed = {check.quantity for check in checks if not check.passed and check.dtype == "float32"}
     assert failed == {"image gradient"}
 
 
-def test_processes_agree_with_one(capsys):
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (["--recipe", "demo"], "selftest.no_processes"),
+        (["--processes", "0"], "selftest.no_processes"),
+        (["--loss", "clip"], "loss.unknown"),
+    ],
+)
+def test_bad_arguments_are_refused(flags, code, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["selftest", "--processes", "2", "--device", "cpu", "--batch-size", "9", "--loss", "fastclip-v2"])
-    shown = capsys.readouterr().out
-    assert stop.value.code == 0, shown
-    assert "loss of step 2" in shown and "gradient of token_embedding.weight" in shown and "state.tau_text" in shown
-    assert "WRONG" not in shown
-
-
-def test_a_config_needs_processes(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["selftest", "--recipe", "demo"])
+        main(["selftest", *flags])
     assert stop.value.code == 2
-    assert "go with --processes" in capsys.readouterr().err
+    assert refusal_code(capsys.readouterr().err) == code
