@@ -1,4 +1,4 @@
-"""Means, deviations and the paired comparison."""
+"""Means, deviations and paired comparisons."""
 
 import math
 import statistics
@@ -9,24 +9,27 @@ Name = TypeVar("Name")
 
 
 class Paired(NamedTuple):
-    """Differences of pairs: their mean, standard deviation, and how likely a mean so far from 0 is by chance."""
+    """Differences of pairs: mean, standard deviation, and p of Student's two-sided test."""
 
     mean: float
     deviation: float
     p: float
 
+    def __str__(self) -> str:
+        """In percentage points."""
+        return f"{100 * self.mean:+.2f} ± {100 * self.deviation:.2f}"
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> Paired:
-    """Student's two-sided test of the pairs' differences."""
-    differences = [a - b for a, b in zip(ours, theirs, strict=True)]
+
+def paired(values: Sequence[float], baseline: Sequence[float]) -> Paired:
+    differences = [value - other for value, other in zip(values, baseline, strict=True)]
     mean, deviation = statistics.fmean(differences), statistics.stdev(differences)
     if deviation == 0:
         return Paired(mean, 0.0, 1.0 if mean == 0 else 0.0)
     t = abs(mean) / (deviation / math.sqrt(len(differences)))
-    return Paired(mean, deviation, tail(t, len(differences) - 1))
+    return Paired(mean, deviation, two_tails(t, len(differences) - 1))
 
 
-def tail(t: float, freedom: int) -> float:
+def two_tails(t: float, freedom: int) -> float:
     """Both tails of Student's distribution beyond t: Simpson's rule over the angle of tangent t / sqrt(freedom)."""
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
     low, high, parts = math.atan(t / math.sqrt(freedom)), math.pi / 2, 2000
@@ -35,19 +38,23 @@ def tail(t: float, freedom: int) -> float:
     return 2 * scale * step / 3 * sum(w * math.cos(low + i * step) ** (freedom - 1) for i, w in enumerate(weights))
 
 
-def holm(chances: Mapping[Name, float], family: int | None = None) -> dict[Name, float]:
-    """The p of several comparisons, each raised for the number of those that are not clearer (Holm 1979).
+def holm(p_values: Mapping[Name, float], family: int | None = None) -> dict[Name, float]:
+    """p of several comparisons, corrected for their number (Holm 1979).
 
-    `family` counts those too that are planned and not made yet, as if they came out less clear."""
-    found: dict[Name, float] = {}
-    least = 0.0
-    for number, name in enumerate(sorted(chances, key=lambda name: chances[name])):
-        least = max(least, min(1.0, ((family or len(chances)) - number) * chances[name]))
-        found[name] = least
-    return found
+    `family` counts planned comparisons without a result, too, as if their p were larger."""
+    corrected: dict[Name, float] = {}
+    lowest = 0.0
+    for number, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
+        lowest = max(lowest, min(1.0, ((family or len(p_values)) - number) * p_values[name]))
+        corrected[name] = lowest
+    return corrected
 
 
-def shown(values: Sequence[float]) -> str:
+def mean_and_deviation(values: Sequence[float], digits: int = 2) -> str:
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{deviation}"
+
+
+def percent(values: Sequence[float]) -> str:
     """Mean and deviation in percent."""
-    spread = f" ± {100 * statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{100 * statistics.fmean(values):.2f}{spread}"
+    return mean_and_deviation([100 * value for value in values])

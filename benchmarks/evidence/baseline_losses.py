@@ -1,11 +1,11 @@
-"""The contrastive losses that people run today, on one rank of many, each with its own collectives.
+"""The contrastive losses in common use, on one rank of many, each with its own collectives.
 
     undivided    CLIP's: all embeddings on every rank, and all B x B similarities (open_clip's ClipLoss)
     local        open_clip's --local-loss --gather-with-grad: B/N x B in each direction, gradients reduce-scattered
     disco        DisCo-CLIP's split (arXiv 2304.08480): the same matrices, gradients of all embeddings all-reduced
     inf_cl       Inf-CL (arXiv 2410.17243): tiles on chip, the texts passed around a ring
 
-All are InfoNCE. Where torch.distributed is not initialised, one rank has everything.
+All are InfoNCE. Without torch.distributed, one rank holds the whole batch. `loss_step` covers leanclip's losses, too.
 """
 
 import contextlib
@@ -19,13 +19,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+import leanclip
+
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # of image and text embeddings and the scale
 
 
 @contextlib.contextmanager
-def world(ranks: int, *, always: bool = False) -> Iterator[None]:
-    """This process as the first of many that do not exist: what it gathers is its own part again and again, what it
-    sums stays as it is. Everything else of a step is real. One rank needs no group, but some ask for it `always`."""
+def first_of(ranks: int, *, always: bool = False) -> Iterator[None]:
+    """This process as the first of many ranks that do not exist: gathering returns its own part N times, and a sum is
+    its own part. Everything else of a step is real. One rank needs no group, except with `always`."""
     if ranks == 1 and not always:
         yield
         return
@@ -40,7 +42,7 @@ def world(ranks: int, *, always: bool = False) -> Iterator[None]:
 
 
 def as_nccl() -> contextlib.AbstractContextManager[Any]:
-    """torch.distributed.nn chooses by the group's name between a reduce-scatter (NCCL) and a substitute for it."""
+    """torch.distributed.nn uses a reduce-scatter only if the group's backend is NCCL."""
     return mock.patch.object(dist, "get_backend", return_value=dist.Backend.NCCL)
 
 
@@ -55,18 +57,18 @@ def rank() -> int:
 def open_clip(*, local: bool) -> Loss:
     from open_clip.loss import ClipLoss
 
-    warnings.filterwarnings("ignore", "torch.distributed.nn.functional", FutureWarning)  # which it still calls
+    warnings.filterwarnings("ignore", "torch.distributed.nn.functional", FutureWarning)  # ClipLoss calls it
     return ClipLoss(local_loss=local, gather_with_grad=local, rank=rank(), world_size=size())
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks' rows. Backward, every rank's gradients of all rows are summed everywhere, and each takes its own."""
+    """The rows of all ranks. Backward all-reduces the gradients of all rows; each rank keeps its part."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        everyone = rows.new_empty(size() * len(rows), *rows.shape[1:])
-        dist.all_gather_into_tensor(everyone, rows.contiguous())
-        return everyone
+        gathered = rows.new_empty(size() * len(rows), *rows.shape[1:])
+        dist.all_gather_into_tensor(gathered, rows.contiguous())
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -76,7 +78,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def disco() -> Loss:
-    """The part of the loss whose anchors are this rank's. Averaged by DDP, as the others, it gives the whole."""
+    """The part of the loss whose anchors are on this rank. DDP's average over ranks is the whole loss."""
 
     def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
         images, texts = (rows if size() == 1 else _Gathered.apply(rows) for rows in (image, text))
@@ -102,3 +104,34 @@ MAKERS: dict[str, Callable[[], Loss]] = {
     "disco": disco,
     "inf_cl": inf_cl,
 }
+
+
+def loss_step(provider: str, image: Tensor, text: Tensor, ids: Tensor, num_samples: int) -> Callable[[], Tensor]:
+    """A function that runs the loss forward and backward, and returns its value. Baselines run under autocast on CUDA,
+    as in their trainers."""
+    device = image.device.type
+    kind, _, name = provider.partition(" ")
+    if kind == "leanclip":
+        stateful = name.startswith("fastclip")
+        module = leanclip.create_loss(name, num_samples=num_samples if stateful else None).to(image.device)
+
+        def loss() -> Tensor:
+            module.set_epoch(0, 2)
+            module.zero_grad()
+            return module(image, text, ids if stateful else None).loss
+
+    else:
+        baseline = MAKERS[provider]()
+        log_scale = torch.tensor(2.659260, device=image.device, requires_grad=True)  # 1 / 0.07
+
+        def loss() -> Tensor:
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda" and provider != "inf_cl"):
+                return baseline(image, text, log_scale.exp())
+
+    def step() -> Tensor:
+        image.grad = text.grad = None
+        value = loss()
+        value.backward()
+        return value.detach()
+
+    return step
