@@ -107,8 +107,8 @@ MAKERS: dict[str, Callable[[], Loss]] = {
 
 
 def loss_step(provider: str, image: Tensor, text: Tensor, ids: Tensor, num_samples: int) -> Callable[[], Tensor]:
-    """A function that runs the loss forward and backward, and returns its value. Baselines run under autocast on CUDA,
-    as in their trainers."""
+    """A function that runs the loss forward and backward, and returns its value. On CUDA the baselines run under
+    autocast, as in their trainers."""
     device = image.device.type
     kind, _, name = provider.partition(" ")
     if kind == "leanclip":

@@ -56,8 +56,8 @@ PAIR = ("infonce", "fastclip-v3")
 PRIMARY = ("fastclip-v3", BATCH)  # the comparison that was chosen before the runs; the others share Holm's correction
 COMPARISONS = 2 * (len(CHOICES) - 1) - 1  # the others: each loss with infonce, at 128 and 512
 METRICS = {"test_t2i10": "text-to-image", "test_i2t10": "image-to-text", "cifar10": "CIFAR-10", "seen_t2i10": "seen"}
-# Learning rates and weight decay. Lion's authors advise a third to a tenth of AdamW's rate and as much more decay. SGD
-# adds the decay to the gradient. LAMB also had 1e-2: its lowest rate was the best, so a lower one replaced the highest.
+# Learning rates and weight decay. Lion's authors advise a third to a tenth of AdamW's rate and as much more decay.
+# SGD adds the decay to the gradient. LAMB also had 1e-2: its lowest rate was the best, so a lower one was added.
 OPTIMIZERS = {
     "adamw": (RATES, 0.1),
     "lamb": ((1e-3, 2e-3, 5e-3), 0.1),
@@ -73,7 +73,7 @@ Chosen = dict[tuple[str, Any], list[Run]]  # the runs of each variant, one for e
 
 @dataclass
 class Comparison:
-    """Searches and their results. The quick form has one trial, two seeds and batch 16."""
+    """Searches and their results. The quick form has no trials, two seeds, batch 16 and few variants."""
 
     store: RunStore
     quick: bool = False
@@ -85,7 +85,7 @@ class Comparison:
     def best(self, spaces: Mapping[Name, list[Run]]) -> dict[Name, Run]:
         """By name the trial with the best recall on val, if all its trials are stored."""
         if self.quick:
-            spaces = {name: [replace(trials[0], batch=16)] for name, trials in spaces.items()}
+            return {name: replace(trials[0], batch=16) for name, trials in spaces.items()}
         self.train([trial for trials in spaces.values() for trial in trials])
         return {
             name: max(trials, key=lambda trial: float(self.stored[trial]["val_t2i10"]))
@@ -95,7 +95,9 @@ class Comparison:
 
     def seeded(self, best: Mapping[Name, Run], seeds: int) -> dict[Name, list[Run]]:
         """By name the runs with all seeds, if they are all stored."""
-        numbers = range(1, (2 if self.quick else seeds) + 1)
+        if self.quick:
+            best, seeds = dict(list(best.items())[:4]), 2
+        numbers = range(1, seeds + 1)
         chosen = {name: [replace(run, seed=seed) for seed in numbers] for name, run in best.items()}
         self.train([run for runs in chosen.values() for run in runs])
         return {name: runs for name, runs in chosen.items() if all(run in self.stored for run in runs)}
@@ -159,8 +161,8 @@ def with_hyper(run: Run, **hyper: Any) -> Run:
 
 
 def at_batch(best: Run, batch: int) -> list[Run]:
-    """The trials at another batch size. fastclip-v3's temperature makes steps of one size, so with fewer steps it makes
-    larger ones to get as far; the other temperatures follow the learning rate or are updated once an epoch."""
+    """The trials at another batch size. fastclip-v3's temperature makes steps of one size, which are larger here if
+    there are fewer; the other temperatures follow the learning rate or are updated once an epoch."""
     if best.loss == "fastclip-v3":
         best = with_hyper(best, lr_tau=dict(best.hyper)["lr_tau"] * batch / best.batch)
     return [replace(best, batch=batch, lr=rate) for rate in rates(batch)]
@@ -174,6 +176,10 @@ def edge(run: Run) -> str:
 def component_trials(best: Mapping[str, Run]) -> Chosen:
     """The trials of each variant, by component and name."""
     spaces: Chosen = {}
+    for name, (optimizer_rates, decay) in OPTIMIZERS.items():
+        spaces["optimizer", name] = [
+            replace(best["fastclip-v3"], opt=name, lr=rate, wd=decay) for rate in optimizer_rates
+        ]
     for loss, schedule in product(FASTCLIP[1:], ("constant", "cosine")):
         spaces["gamma", f"{loss}, {schedule}"] = [
             with_hyper(best[loss], gamma_schedule=schedule, gamma_min=gamma) for gamma in (0.2, 0.6)
@@ -184,10 +190,6 @@ def component_trials(best: Mapping[str, Run]) -> Chosen:
             if form == "visits":  # 16 of its steps reach as far with this rate
                 searched = [with_hyper(trial, lr_tau=3.1e-3) for trial in searched]
             spaces["gradient", f"{loss}, {form}"] = [with_hyper(trial, **{setting: form}) for trial in searched]
-    for name, (optimizer_rates, decay) in OPTIMIZERS.items():
-        spaces["optimizer", name] = [
-            replace(best["fastclip-v3"], opt=name, lr=rate, wd=decay) for rate in optimizer_rates
-        ]
     return spaces
 
 

@@ -11,10 +11,13 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]  # points by name
 
 
 def draw(path: Path, panels: Mapping[str, Lines], *, dashed: str = "", **settings: Any) -> None:
-    """One panel for each label of an x axis. `settings` are those of matplotlib's Axes.set; `dashed` names a target."""
+    """One panel for each label of an x axis. `settings` are those of matplotlib's Axes.set; the line `dashed` is a
+    target."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.style.context(STYLE):
-        figure, axes_row = plt.subplots(1, len(panels), squeeze=False, sharey=True, figsize=(4 + 4 * len(panels), 4.4))
+        figure, axes_row = plt.subplots(
+            1, len(panels), squeeze=False, sharey=True, figsize=(4 + 4 * len(panels), 4.4)
+        )
         for axes, (x_label, lines) in zip(axes_row[0], panels.items(), strict=True):
             for name, points in lines.items():
                 axes.plot(*zip(*points, strict=True), "k--" if name == dashed else "o-", label=name)

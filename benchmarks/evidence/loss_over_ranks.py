@@ -4,9 +4,9 @@
     python benchmarks/evidence/loss_over_ranks.py --quick      # small sizes, any machine, keeps nothing
 
 The rank is the first of N: its collectives return its own part, so they cost a copy and no network traffic
-(communication.py counts that). Embeddings are bf16 with d = 512. Extra memory is the peak above inputs, parameters and
-tables: gathered embeddings, matrices, gradients. A cell with a predicted time above --cap seconds is not run. The floor
-is the arithmetic alone, 8 B^2 d / N operations. Stored rows are not measured again.
+(communication.py counts that). Embeddings are bf16 with d = 512. Extra memory is the peak above inputs, parameters
+and tables: gathered embeddings, matrices, gradients. A cell with a predicted time above --cap seconds is not run. The
+floor is the arithmetic alone, 8 B^2 d / N operations. Stored rows are not measured again.
 """
 
 import argparse

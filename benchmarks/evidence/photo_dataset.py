@@ -81,7 +81,9 @@ class CaptionedImages:
         """The last images, with their captions."""
         first = self.first[-min(count, len(self.images)) - 1 :]
         begin = int(first[0])
-        return CaptionedImages(self.images[1 - len(first) :], self.tokens[begin:], self.lengths[begin:], first - begin)
+        return CaptionedImages(
+            self.images[1 - len(first) :], self.tokens[begin:], self.lengths[begin:], first - begin
+        )
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,9 @@ def headline(named: Mapping[str, Table]) -> dict[str, str]:
         if row["batch"] == "128"
     }
     return {
-        "seconds to open_clip's final recall, leanclip": named["time"].cell("leanclip fastclip-v3, 10 epochs", "seconds"),
+        "seconds to open_clip's final recall, leanclip": named["time"].cell(
+            "leanclip fastclip-v3, 10 epochs", "seconds"
+        ),
         "seconds to open_clip's final recall, open_clip": named["time"].cell("open_clip infonce", "seconds"),
         "samples per second, leanclip": rates["leanclip"],
         "samples per second, open_clip": rates["open_clip compiled"],

@@ -1,7 +1,7 @@
 """Seconds from the start of the command until a recall is reached, with open_clip's trainer and with leanclip's.
 
     python benchmarks/evidence/time_to_recall.py --train 'coco_64/train-*' 'flickr8k/train-*' --val 'flickr8k/val-*'
-    python benchmarks/evidence/time_to_recall.py --quick        # bundled emoji, a tiny model, any machine, keeps nothing
+    python benchmarks/evidence/time_to_recall.py --quick    # bundled emoji, a tiny model, any machine, keeps nothing
 
 Both trainers have the same shards (each caption is a sample, 64 px), model, batch, weight decay, betas, share of
 warm-up steps, crops and precision, and try the same learning rates with the first seed; the best rate of each is run
@@ -9,13 +9,13 @@ with all seeds. Every run has the machine to itself. --leanclip-epochs gives lea
 recall is reached counts.
 
 open_clip runs its own command, `open_clip_train.main`, with --torchcompile, and evaluates after every epoch, as
-`leanclip train` does here, which chooses by itself whether to compile. timed_trainer.py puts leanclip's barriers into
-the compiled kernels of both. Every run starts with empty caches of compiled models and kernels and without an index of
-its shards; the bytecode of the packages exists, as after an installation. An epoch of open_clip is rounded up to whole
-batches for each worker, one of leanclip down to whole batches.
+`leanclip train` does here, which chooses by itself whether to compile. The compiled kernels of both have leanclip's
+barriers (timed_trainer.py). Every run starts with empty caches of compiled models and kernels and without an index
+of its shards; the bytecode of the packages exists, as after an installation. An epoch of open_clip is rounded up to
+whole batches for each worker, one of leanclip down to whole batches.
 
-The clock starts with the process. The time of evaluations is left out for both; the first evaluation of leanclip, before
-training, counts as start-up as far as it takes longer than the median one. A complete run in the CSV file is not run
+The clock starts with the process. The time of evaluations is left out for both; the first evaluation of leanclip,
+before training, counts as start-up as far as it takes longer than the median one. A run in the CSV file is not run
 again. time_to_recall_report.py makes the tables.
 """
 
@@ -105,9 +105,10 @@ def flags(trial: Trial, arguments: argparse.Namespace, samples: int) -> list[str
     cuda, ours = torch.cuda.is_available(), trial.trainer == "leanclip"
     epochs = (ours and arguments.leanclip_epochs) or arguments.epochs
     shards = [f"train-{number:03d}.tar" for number in range(2 * max(1, arguments.workers))]
+    steps = samples // arguments.batch * epochs
     common = {
         "train-data": "::".join(shards), "val-data": "val.tar", "batch-size": arguments.batch,
-        "epochs": epochs, "lr": trial.lr, "wd": arguments.wd, "warmup": max(1, samples // arguments.batch * epochs // 10),
+        "epochs": epochs, "lr": trial.lr, "wd": arguments.wd, "warmup": max(1, steps // 10),
         "beta1": 0.9, "beta2": 0.98, "workers": arguments.workers, "seed": trial.seed,
         "precision": "amp_bf16" if cuda else "fp32", "logs": "logs", "name": "run", "val-frequency": 1,
         "device": "cuda" if cuda else "cpu", "grad-clip-norm": 1.0,
@@ -172,7 +173,11 @@ def epoch_times(events: list[dict[str, float]], began: float) -> list[dict[str, 
 def import_once() -> None:
     """Writes the bytecode of both trainers and of the compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    for modules in ("leanclip.cli.train, leanclip.training.loop", "open_clip_train.main", "torch._inductor.compile_fx"):
+    for modules in (
+        "leanclip.cli.train, leanclip.training.loop",
+        "open_clip_train.main",
+        "torch._inductor.compile_fx",
+    ):
         subprocess.run([sys.executable, "-c", f"import {modules}"], env=environment, capture_output=True, check=False)
 
 

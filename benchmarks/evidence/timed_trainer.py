@@ -41,7 +41,9 @@ def leanclip(model: str, flags: list[str]) -> None:
         record("evaluation begins")
         best = evaluate(self)
         metrics = self.log.results["val"].metrics
-        record("evaluation ends", epoch=self.epochs_done, **{name: metrics[f"{name}_recall@10"] for name in DIRECTIONS})
+        record(
+            "evaluation ends", epoch=self.epochs_done, **{name: metrics[f"{name}_recall@10"] for name in DIRECTIONS}
+        )
         return best
 
     loop._Trainer.evaluate = timed

@@ -38,8 +38,8 @@ from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
 
 EPOCHS, POINTS = 16, 8  # of a run, and how often it is evaluated
-# Common to all runs, beside the model; part of a run's key, so that a change trains them anew. Adam's epsilon is small
-# and nothing is clipped, because the losses' gradients differ in size: some carry the factor tau.
+# Common to all runs, beside the model; part of a run's key, so that a change trains them anew. Adam's epsilon is
+# small and nothing is clipped, because the losses' gradients differ in size: some carry the factor tau.
 RECIPE = {"warmup": 0.1, "betas": (0.9, 0.98), "eps": 1e-8, "crop": 0.5, "mirror": 0.5}
 METRICS = ("val_t2i10", "test_t2i10", "test_i2t10", "cifar10", "seen_t2i10")
 TINY = {
@@ -140,7 +140,7 @@ def workspace(photos: Path, config: Path) -> Workspace:
 def train(
     run: Run, place: Workspace, steps: int | None = None, inspect: Callable[[StepContext], Point] = lambda _: {}
 ) -> Iterator[Point]:
-    """Trains, and yields the evaluated points with the figures of `inspect`. `steps` ends the run early, for tests."""
+    """Trains, and yields the evaluated points with the figures of `inspect`. `steps` ends the run early."""
     context, stream = place.begin(run)
     count = len(place.data.train.images)
     per_epoch, total = max(1, count // run.batch), max(1, run.epochs * count // run.batch)
@@ -289,7 +289,9 @@ class RunStore:
             for done, future in enumerate(as_completed(futures), start=1):
                 run, (points, seconds) = futures[future], future.result()
                 for point in points:
-                    figures = {name: round(point[name], 5) for name in ("samples", "seconds", "loss", "tau", *METRICS)}
+                    figures = {
+                        name: round(point[name], 5) for name in ("samples", "seconds", "loss", "tau", *METRICS)
+                    }
                     measurements.append(self.results / "curves.csv", {"run": run.key(self.recipe)} | figures)
                 row = csv_row(run, self.recipe, points, seconds, self.processes)
                 measurements.append(self.results / "runs.csv", row)
@@ -298,7 +300,9 @@ class RunStore:
     def curve(self, run: Run) -> list[Point]:
         """The evaluated points of a run. An interrupted run leaves points that its repetition replaces."""
         rows = [row for row in measurements.rows(self.results / "curves.csv") if row["run"] == run.key(self.recipe)]
-        points = {row["samples"]: {name: float(value) for name, value in row.items() if name != "run"} for row in rows}
+        points = {
+            row["samples"]: {name: float(value) for name, value in row.items() if name != "run"} for row in rows
+        }
         return list(points.values())
 
 
