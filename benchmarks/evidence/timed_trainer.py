@@ -53,7 +53,7 @@ def leanclip(model: str, flags: list[str]) -> None:
 def open_clip(model: str, flags: list[str]) -> None:
     import open_clip
 
-    from leanclip.models.kernel_barriers import mend_compiled_kernels
+    from leanclip.models.kernel_barriers import add_kernel_barriers
 
     if importlib.util.find_spec("pandas") is None:
         sys.modules["pandas"] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("pandas", None))
@@ -65,7 +65,7 @@ def open_clip(model: str, flags: list[str]) -> None:
         loading.tar_file_expander = functools.partial(loading.tar_file_expander, eof_value=None)
 
     if "--torchcompile" in flags:
-        mend_compiled_kernels()
+        add_kernel_barriers()
     open_clip.add_model_config(model)
     evaluate, train_one_epoch = trainer.evaluate, trainer.train_one_epoch
 
