@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,14 @@ from leanclip.cli import COMMANDS
 from leanclip.cli.data import CheckCommand, PackCommand
 from leanclip.cli.evaluate import EvaluateCommand
 from leanclip.cli.export import ExportCommand
+from leanclip.cli.flags import sections_of
 from leanclip.cli.openclip_flags import FLAGS
 from leanclip.cli.plan import PlanCommand
 from leanclip.cli.report import ReportCommand
 from leanclip.cli.selftest import SelftestCommand
 from leanclip.cli.train import TrainCommand
-from leanclip.evaluation_run import EvaluationConfig
 from leanclip.losses import LOSSES
 from leanclip.recipes import DIRECTORY, list_recipes
-from leanclip.runs import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/*.md"))
@@ -28,28 +26,26 @@ COMMAND = re.compile(r"(?:^|`|: +)leanclip ([^`\n]*)", re.MULTILINE)
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 
 # Named in the documentation because OpenCLIP has them or other programs do, not because we do.
-FOREIGN_FLAGS = {"help-all", "max-restarts", "signal",
+FOREIGN_FLAGS = {"max-restarts", "signal",
     "logdir", "sort", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint",
     *FLAG.findall(" ".join(f"--{flag.name}" for flag in FLAGS)),
 }  # fmt: skip
 
 
-def flags_of(kind: type) -> set[str]:
-    return {entry.name.replace("_", "-") for entry in fields(kind)}
+def flags_of(*kinds: type) -> set[str]:
+    names = {flag.name for kind in kinds for section in sections_of(kind) for flag in section.flags}
+    return {name.removeprefix("--") for name in names} | {"help", "help-all"}
 
 
-def flags() -> dict[str, set[str]]:
-    config = TrainConfig()
-    train = {name for part in fields(config) for name in flags_of(type(getattr(config, part.name)))}
-    return {
-        "train": train | flags_of(TrainCommand) - {"settings"},
-        "plan": train | flags_of(PlanCommand) - {"settings"},
-        "evaluate": flags_of(EvaluateCommand) - {"settings"} | flags_of(EvaluationConfig),
-        "data": flags_of(PackCommand) | flags_of(CheckCommand),
-        "export": flags_of(ExportCommand),
-        "report": flags_of(ReportCommand),
-        "selftest": flags_of(SelftestCommand),
-    }
+KNOWN_FLAGS = {
+    "train": flags_of(TrainCommand),
+    "plan": flags_of(PlanCommand),
+    "evaluate": flags_of(EvaluateCommand),
+    "data": flags_of(PackCommand, CheckCommand),
+    "export": flags_of(ExportCommand),
+    "report": flags_of(ReportCommand),
+    "selftest": flags_of(SelftestCommand),
+}
 
 
 def anchors(page: Path) -> set[str]:
@@ -64,35 +60,34 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     for target in LINK.findall(page.read_text()):
         if target.startswith(("http://", "https://")):
             continue
         path, _, anchor = target.partition("#")
-        found = page.parent / path if path else page
-        if found.name == "imports.svg":
+        linked = page.parent / path if path else page
+        if linked.name == "imports.svg":
             continue  # drawn when the documentation is built
-        assert found.exists(), f"{page.name} links to {target}"
-        assert not anchor or anchor in anchors(found), f"{page.name}: {found.name} has no heading {anchor}"
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(linked), f"{page.name}: {linked.name} has no heading {anchor}"
 
 
 @pytest.mark.parametrize(
     "page", [*PAGES, *sorted(DIRECTORY.rglob("*.toml"))], ids=lambda page: page.relative_to(ROOT).as_posix()
 )
 def test_commands_and_flags_exist(page):
-    known = flags()
     recipes = {name for name, _ in list_recipes()} | {"list"}
     for words in commands(page.read_text()):
         if not words or words[0] not in COMMANDS:
             continue
-        given = {flag for word in words for flag in FLAG.findall(word)}
-        assert given <= known[words[0]], f"{page.name}: leanclip {' '.join(words)}"
+        named = {flag for word in words for flag in FLAG.findall(word)}
+        assert named <= KNOWN_FLAGS[words[0]], f"{page.name}: leanclip {' '.join(words)}"
         if "--recipe" in words:
             assert words[words.index("--recipe") + 1] in recipes
         if "--loss" in words:
             assert words[words.index("--loss") + 1] in LOSSES
     mentioned = set(FLAG.findall(page.read_text()))
-    assert mentioned <= set.union(*known.values()) | FOREIGN_FLAGS, page.name
+    assert mentioned <= set.union(*KNOWN_FLAGS.values()) | FOREIGN_FLAGS, page.name
 
 
 def test_commands_are_found_where_they_are_written():
@@ -106,14 +101,14 @@ def test_the_readme_names_every_loss_and_command():
     assert all(name in text for name in COMMANDS)
 
 
-def test_emoji_figures_say_what_they_measure():
+def test_emoji_figures_name_what_they_measure():
     for page in PAGES:
         text = " ".join(page.read_text().split())
         if re.search(r"\d% .{0,80}emoji|emoji.{0,80}\d%|\d+\.\d% text-to-image", text):
             assert "unseen renders of known concepts" in text, page.name
 
 
-def test_the_kept_script_draws_the_figures_of_the_algorithm():
+def test_figures_of_the_algorithm_have_a_script():
     script = (ROOT / "docs" / "figures.py").read_text()
     shown = re.findall(r"\(images/(\w+\.svg)\)", (ROOT / "docs" / "algorithm.md").read_text())
     assert len(shown) >= 3
