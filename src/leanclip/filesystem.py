@@ -35,7 +35,7 @@ def _umask() -> int:
 
 
 def replace_directory(temporary: Path, final: Path) -> None:
-    """Give a directory its name; what had it is put aside first, since a full directory cannot be replaced."""
+    """Give a directory its final name; an older one is renamed first, since the system replaces empty ones only."""
     aside = _aside(final)
     if final.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -46,7 +46,7 @@ def replace_directory(temporary: Path, final: Path) -> None:
 
 
 def put_back(final: Path) -> None:
-    """After a replacement that was cut short: what was put aside gets its name again, or goes if a new one has it."""
+    """After a killed `replace_directory`: restore the older directory, or remove it if the new one has its name."""
     aside = _aside(final)
     if final.exists():
         remove(aside)
@@ -54,16 +54,17 @@ def put_back(final: Path) -> None:
         aside.rename(final)
 
 
-def remove(path: Path) -> None:
-    """Whatever it is; nothing where there is nothing."""
+def remove(path: Path) -> Path:
+    """Remove a file, link or directory if it exists. Returns the path, which is free now."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
         shutil.rmtree(path)
+    return path
 
 
 def sync(path: Path) -> None:
-    """See that a file or directory is on the disk."""
+    """Flush a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

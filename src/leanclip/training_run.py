@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from leanclip.checkpointing.checkpoint import copy_best, set_aside, step_directories, tidy
+from leanclip.checkpointing.checkpoint import clean_up, copy_best, move_aside, step_directories
 from leanclip.checkpointing.resume import AUTO, LATEST
 from leanclip.config import save_toml
 from leanclip.device import device_of
@@ -40,7 +40,7 @@ def run_training(config: TrainConfig, *, began: float | None = None, quiet: bool
         if was_restarted():
             config = replace(config, run=Ranks.current().broadcast_from_first(lambda: continued(config).run))
         stop = Stopping(heartbeat.store, hours=config.run.max_hours, began=began)
-        with stop.listening(), contextlib.ExitStack() as lock:
+        with stop.handling_signals(), contextlib.ExitStack() as lock:
             # Before the checkpoint to resume from is chosen: another process may be writing the run.
             locked = Ranks.current().broadcast_from_first(lambda: lock_existing(config.run, lock))
             job = set_up(config)
@@ -136,8 +136,8 @@ def prepare(job: Job, directory: RunDirectory) -> None:
     """Write what a run directory holds before the first step; later checkpoints than the resumed one move aside."""
     run = job.config.run
     directory.prepare(overwrite=run.overwrite, beginning=run.resume == AUTO, resume_from=job.resume_from)
-    tidy(directory.checkpoints)
-    if names := set_aside(directory.checkpoints, job.position.step):
+    clean_up(directory.checkpoints)
+    if names := move_aside(directory.checkpoints, job.position.step):
         if best := copy_best(directory.checkpoints):
             print(f"leanclip: the best weights so far are kept as {best}", file=sys.stderr)
         for name in names:

@@ -16,7 +16,7 @@ import torch
 from ranks_job import CONTEXT
 from training_worker import vit_file
 
-from leanclip.checkpointing.checkpoint import load_tensors_of
+from leanclip.checkpointing.storage import StoredTensors
 from leanclip.data.datasets import BUNDLED
 from leanclip.models import step_directories
 
@@ -177,7 +177,11 @@ def result(logs, steps):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     metrics = [{name: value for name, value in line.items() if name not in VOLATILE} for line in lines]
     position = json.loads((newest / "state.json").read_text())["position"]
-    tensors = {name: value for name, value in load_tensors_of(newest).items() if not name.startswith("random.")}
+    tensors = {
+        name: value
+        for name, value in StoredTensors.open(newest / "state").read().items()
+        if not name.startswith("random.")
+    }
     assert not list((run / "checkpoints").glob(".*")), "something is left half written"
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
     assert max(step_directories(run / "checkpoints"))[0] == steps

@@ -8,7 +8,7 @@ import torch
 from ranks_job import run_ranks
 from resume_worker import train_part
 
-from leanclip.checkpointing.checkpoint import load_tensors_of
+from leanclip.checkpointing.storage import StoredTensors
 from leanclip.distributed import Ranks
 
 
@@ -21,7 +21,7 @@ def uninterrupted(tmp_path_factory):
 
 def read(logs):
     last = Path(logs) / "run" / "checkpoints" / "step_00000006"
-    state = load_tensors_of(last)
+    state = StoredTensors.open(last / "state").read()
     lines = [json.loads(line) for line in (Path(logs) / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
     tables = {name: value for name, value in state.items() if name.startswith("loss.")}

@@ -1,9 +1,11 @@
-"""A small run with checkpoints, for tests that go on with it or damage it."""
+"""A small run with checkpoints, for tests that resume or damage it."""
 
 import json
 
 import pytest
+import torch
 
+from leanclip.checkpointing.storage import StoredTensors
 from leanclip.cli import main
 from leanclip.config import override
 from leanclip.data.datasets import BUNDLED
@@ -26,11 +28,11 @@ def arguments(folder, **changed):
     path = folder / "tiny.json"
     path.write_text(json.dumps(TINY))
     values = VALUES | {"model": str(path), "logs": str(folder / "logs")} | changed
-    found = ["train"]
+    words = ["train"]
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")
-        found += [flag] if value is True else [] if value is False else [flag, str(value)]
-    return found
+        words += [flag] if value is True else [] if value is False else [flag, str(value)]
+    return words
 
 
 def leanclip(*words):
@@ -56,3 +58,13 @@ def job_of(folder, **changed):
     (folder / "tiny.json").write_text(json.dumps(TINY))
     values = VALUES | {"model": str(folder / "tiny.json"), "logs": str(folder / "logs")} | changed
     return set_up(override(TrainConfig(), values, "test"))
+
+
+def saved_tensors(folder, step):
+    return StoredTensors.open(folder / f"logs/run/checkpoints/step_{step:08d}/state").read()
+
+
+def equal(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(tensors[name], value), name

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import Dataset
 
 from leanclip.data.loader import _data_loader
-from leanclip.runs.stopping import AGAIN_BY_HAND, CTRL_C, INTERRUPTED, Stopping
+from leanclip.runs.stopping import CTRL_C, INTERRUPTED, REPEAT_CTRL_C_SECONDS, Stopping
 
 # As a shell starts it: what runs in the background of a script, as tests may, has SIGINT ignored.
 LEANCLIP = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from leanclip.cli import main; "
@@ -27,9 +27,9 @@ def listening():
     """A Stopping that takes signals, with a run that has begun, and what it said."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     stop, said = Stopping(), []
-    stop.tell = said.append
+    stop.notify = said.append
     try:
-        with stop.listening():
+        with stop.handling_signals():
             yield stop, said
     finally:
         signal.signal(signal.SIGINT, before)
@@ -54,21 +54,21 @@ def test_sent_by_terminal_and_launcher_it_is_one(listening):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])  # the latter from torchrun, for the second Ctrl-C
 def test_the_second_one_ends_at_once(number, listening):
     send(signal.SIGINT)
-    time.sleep(AGAIN_BY_HAND + 0.05)
+    time.sleep(REPEAT_CTRL_C_SECONDS + 0.05)
     with pytest.raises(KeyboardInterrupt):
         send(number)
 
 
 def test_with_nothing_to_save_it_ends_at_once(listening):
     stop, _ = listening
-    stop.tell = None
+    stop.notify = None
     with pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT)
 
 
 def test_in_the_background_of_a_script_it_stays_ignored(listening):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with Stopping().listening():
+    with Stopping().handling_signals():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
@@ -128,7 +128,7 @@ def test_it_saves_and_the_run_goes_on(tmp_path, capsys):
 def test_the_second_one_does_not_wait_for_a_slow_disk(tmp_path):
     job = started(tmp_path, before=SLOW_DISK)
     os.killpg(job.pid, signal.SIGINT)
-    time.sleep(AGAIN_BY_HAND + 0.5)
+    time.sleep(REPEAT_CTRL_C_SECONDS + 0.5)
     assert job.poll() is None, "it should be saving"
     began = time.monotonic()
     os.killpg(job.pid, signal.SIGINT)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from leanclip.checkpointing.checkpoint import load_tensors_of
+from leanclip.checkpointing.storage import StoredTensors
 from leanclip.cli import main
 from leanclip.training.weight_average import WeightEMA
 
@@ -70,7 +70,7 @@ def run(tmp_path_factory):
 
 
 def files(checkpoint):
-    state = load_tensors_of(checkpoint)
+    state = StoredTensors.open(checkpoint / "state").read()
     named = {f"ema {name.removeprefix('ema.')}": value for name, value in state.items() if name.startswith("ema.")}
     values = json.loads((checkpoint / "state.json").read_text())["values"]
     named["ema updates"] = torch.tensor(values["ema"]["updates"])

@@ -1,4 +1,4 @@
-"""Runs that OpenCLIP itself began go on here."""
+"""Resuming runs that OpenCLIP started."""
 
 import json
 import shlex
@@ -21,6 +21,7 @@ from leanclip.models import with_temperature
 from leanclip.optim import scheduled, set_learning_rate
 from leanclip.training import set_up
 from leanclip.training.step import training_step
+from refusal import refusal_code
 
 DATA = str(BUNDLED / "train-000000.tar")
 # pandas is only for OpenCLIP's tables, and this run has none.
@@ -41,7 +42,7 @@ COMMON = (
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """Two epochs of OpenCLIP's own training, on a fifth of the bundled pictures; "vit" decides its betas."""
+    """Two epochs of OpenCLIP's own training, on a fifth of the bundled images; "vit" decides its betas."""
     folder = tmp_path_factory.mktemp("openclip")
     (folder / "tiny-vit.json").write_text(json.dumps(VIT))
     line = (
@@ -81,7 +82,7 @@ def openclip_optimizer(model, saved):
     return optimizer
 
 
-def test_the_next_step_is_openclips(begun, tmp_path):
+def test_the_next_step_equals_openclips(begun, tmp_path):
     """The same batch, from the same file, through OpenCLIP's own model, loss and optimizer."""
     job = set_up_job(begun, tmp_path, "--loss", "infonce", "--epochs", "4")
     per_epoch = job.loader.steps_per_epoch
@@ -109,14 +110,14 @@ def test_the_next_step_is_openclips(begun, tmp_path):
     assert len(moved) > 0.9 * len(ours) and "logit_scale" in moved
 
 
-def test_a_run_goes_on_and_says_what_it_took(begun, tmp_path, capsys):
+def test_a_run_resumes_and_reports_what_it_loaded(begun, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(command(begun, tmp_path, "--epochs", "3", "--max-steps", "120", "--log-every", "2", "--eval-every", "0"))
     captured = capsys.readouterr()
     assert stop.value.code == 0, captured.err
     shown = " ".join(captured.out.split())
     assert "the weights after epoch 2, the temperature, AdamW's state of 73 of 74 parameters" in shown
-    assert "fastclip-v3 begins with its own state" in shown
+    assert "fastclip-v3 starts with new per-sample state" in shown
     lines = [json.loads(line) for line in (tmp_path / "on" / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if line["kind"] == "train"]
     assert steps == [116, 118, 120]  # two epochs of 57 were done
@@ -142,7 +143,7 @@ def test_a_file_saved_by_several_processes_and_with_a_loss_scale(begun, tmp_path
     assert torch.equal(job.model.clip.ln_final.weight, saved["state_dict"]["module.ln_final.weight"])
 
 
-def test_state_that_does_not_fit_is_left(begun, tmp_path):
+def test_optimizer_state_that_does_not_fit_is_reported(begun, tmp_path):
     locked = set_up_job(begun, tmp_path, "--lock-text", "--loss", "infonce")
     assert "not the optimizer's state, which does not fit" in " ".join(locked.notes)
     assert locked.context.optimizer.state_dict()["state"] == {}
@@ -150,12 +151,12 @@ def test_state_that_does_not_fit_is_left(begun, tmp_path):
     assert "does not fit" in " ".join(other.notes)
 
 
-def test_what_cannot_go_on_is_explained(begun, tmp_path, capsys):
+def test_runs_that_cannot_resume_are_refused(begun, tmp_path, capsys):
     assert "raise --epochs" in refusal(command(begun, tmp_path, "--epochs", "2"), capsys)
     saved = torch.load(begun / "begun/checkpoints/epoch_2.pt", weights_only=True)
     torch.save(saved["state_dict"], tmp_path / "bare.pt")
     (tmp_path / "junk.pt").write_text("junk")
-    for name, said in (("bare.pt", "--pretrained"), ("junk.pt", "no checkpoint of OpenCLIP's")):
+    for name, code in (("bare.pt", "resume.weights_only"), ("junk.pt", "resume.not_openclip")):
         line = refusal(command(begun, tmp_path, "--resume", str(tmp_path / name)), capsys)
-        assert said in line and name in line
+        assert refusal_code(line) == code and name in line
     assert "does not hold weights of RN50" in refusal(command(begun, tmp_path, "--model", "RN50"), capsys)

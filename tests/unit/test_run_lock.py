@@ -1,4 +1,4 @@
-"""Two runs of one name: the second waits a little, then leaves the first alone."""
+"""Two runs of the same name: the second waits for a moment, then refuses."""
 
 import os
 import signal
@@ -11,10 +11,9 @@ import checkpoint_runs as runs
 import pytest
 
 from leanclip.cli import main
-from leanclip.errors import UserError
 from leanclip.runs import run_directory
 from leanclip.runs.run_directory import RunDirectory
-from refusal import refusal_code
+from refusal import refusal_code, refuses
 
 FEW = ["--recipe", "demo", "--batch-size", "64", "--max-steps", "1", "--eval-every", "0", "--workers", "0"]
 TRIES = """
@@ -26,7 +25,7 @@ try:
 except OSError:
     print("refused")
 else:
-    os.write(file, b"somebody\\n")
+    os.write(file, b"process 1\\n")
     print("held", flush=True)
 """  # as a run does it, without the time that importing takes
 HOLDS = TRIES + "time.sleep(600)"
@@ -38,7 +37,7 @@ def tried(path):
 
 @pytest.fixture
 def holder_of():
-    """Makes another process that writes a directory."""
+    """Starts another process that locks a directory."""
     started = []
 
     def hold(path):
@@ -66,21 +65,21 @@ def train(tmp_path, *more):
 
 
 @pytest.mark.parametrize("more", [[], ["--overwrite"], ["--resume", "auto"]])
-def test_a_second_run_of_the_same_name_leaves_the_first_alone(tmp_path, capsys, monkeypatch, holder, more):
-    monkeypatch.setattr(run_directory, "PATIENCE", 0.2)
+def test_a_second_run_of_the_same_name_is_refused(tmp_path, capsys, monkeypatch, holder, more):
+    monkeypatch.setattr(run_directory, "LOCK_TIMEOUT", 0.2)
     (tmp_path / "run" / "run.json").write_text("{}")
     (tmp_path / "run" / "metrics.jsonl").write_text("of the first\n")
     half = tmp_path / "run/checkpoints/.step_00000099.tmp"
     half.mkdir(parents=True)
     assert train(tmp_path, *more) == 2
     assert half.is_dir()
-    told = capsys.readouterr().err
-    assert f"waiting for another run that writes {tmp_path / 'run'} (somebody)\n" in told
-    assert f"another run is writing {tmp_path / 'run'} (somebody); wait" in told and "another --name" in told
+    error = capsys.readouterr().err
+    assert f"waiting for another run that writes {tmp_path / 'run'} (process 1)\n" in error
+    assert refusal_code(error) == "run.in_use" and error.count("(process 1)") == 2
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "of the first\n"
 
 
-def test_whoever_only_looks_needs_no_lock(tmp_path, holder):
+def test_a_dry_run_needs_no_lock(tmp_path, holder):
     (tmp_path / "run/checkpoints/.step_00000099.tmp").mkdir(parents=True)
     (tmp_path / "run" / "run.json").write_text("{}")
     assert train(tmp_path, "--dry-run", "--resume", "auto") == 0
@@ -89,16 +88,16 @@ def test_whoever_only_looks_needs_no_lock(tmp_path, holder):
 
 @pytest.fixture
 def while_waiting(monkeypatch):
-    """What happens when a run begins to wait for the lock."""
+    """Sets what happens when a run starts to wait for the lock."""
 
-    def patched(then):
-        monkeypatch.setattr(run_directory, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: then()))
+    def patch(call):
+        monkeypatch.setattr(run_directory, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: call()))
 
-    return patched
+    return patch
 
 
-def test_a_run_that_was_waited_for_is_gone_on_with(run, holder_of, while_waiting, capsys):
-    """Its last checkpoint comes while the second one waits, as when a job is taken away and queued again."""
+def test_a_run_is_resumed_after_waiting_for_it(run, holder_of, while_waiting, capsys):
+    """It saves its last checkpoint meanwhile, as when a job is preempted and queued again."""
     newest = run / "logs/run/checkpoints/step_00000008"
     newest.rename(run / "later")
     process = holder_of(run / "logs/run")
@@ -110,21 +109,20 @@ def test_a_run_that_was_waited_for_is_gone_on_with(run, holder_of, while_waiting
 
     while_waiting(saves_and_ends)
     assert runs.train(run, resume="auto", max_steps=9) == 0
-    told = capsys.readouterr()
-    assert "waiting for another run" in told.err
-    assert f"resumed from {newest.resolve()} at step 8 of 9" in told.out and "aside" not in told.err
+    output = capsys.readouterr()
+    assert "waiting for another run" in output.err
+    assert f"resumed from {newest.resolve()} at step 8 of 9" in output.out and "aside" not in output.err
 
 
-def test_a_run_that_began_and_ended_meanwhile_is_not_begun_anew(
+def test_a_run_that_appears_during_the_set_up_is_not_restarted(
     tmp_path, holder_of, while_waiting, capsys, monkeypatch
 ):
-    """Nothing was there when the second one looked."""
     from leanclip import training_run as command
 
     original = command.set_up
 
-    def slow(*given, **named):
-        job, process = original(*given, **named), holder_of(tmp_path / "run")
+    def slow(*arguments, **options):
+        job, process = original(*arguments, **options), holder_of(tmp_path / "run")
         while_waiting(lambda: (process.kill(), process.wait()))
         return job
 
@@ -133,16 +131,15 @@ def test_a_run_that_began_and_ended_meanwhile_is_not_begun_anew(
     assert refusal_code(capsys.readouterr().err) == "run.in_use"
 
 
-def test_one_process_writes_a_run_once(tmp_path):
+def test_a_process_locks_a_run_once(tmp_path):
     directory = RunDirectory(tmp_path / "run")
-    refused = pytest.raises(UserError, match=r"writing .*run already")
-    with directory.held(), refused, directory.held():
+    with directory.held(), refuses("run.in_use", "--name"), directory.held():
         pass
     with RunDirectory(tmp_path / "run").held() as waited:
         assert waited is False
 
 
-def test_a_killed_run_holds_nothing(tmp_path, holder):
+def test_a_killed_run_releases_its_lock(tmp_path, holder):
     holder.kill()
     assert train(tmp_path) == 0
     assert (tmp_path / "run" / "run.json").is_file()
@@ -150,7 +147,7 @@ def test_a_killed_run_holds_nothing(tmp_path, holder):
 
 @pytest.mark.filterwarnings("ignore:This process")  # has threads
 def test_a_lock_is_not_inherited(tmp_path):
-    """Loading processes may live a little longer than the run that was killed."""
+    """Loader workers may outlive a killed run for a moment."""
     with RunDirectory(tmp_path / "run").held():
         child = os.fork()
         if not child:
@@ -162,31 +159,31 @@ def test_a_lock_is_not_inherited(tmp_path):
         os.waitpid(child, 0)
 
 
-def test_a_run_holds_its_directory_until_it_is_over(tmp_path, monkeypatch):
+def test_a_run_locks_its_directory_until_its_end(tmp_path, monkeypatch):
     from leanclip import training_run as command
 
-    original, found = command.train, []
+    original, attempts = command.train, []
 
-    def looked_at(*given):
-        found.append(tried(tmp_path / "run"))
-        return original(*given)
+    def train_and_try(*arguments):
+        attempts.append(tried(tmp_path / "run"))
+        return original(*arguments)
 
-    monkeypatch.setattr(command, "train", looked_at)
+    monkeypatch.setattr(command, "train", train_and_try)
     assert train(tmp_path) == 0
-    assert found == ["refused\n"]
+    assert attempts == ["refused\n"]
     assert (tmp_path / "run" / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     assert tried(tmp_path / "run") == "held\n"
 
 
-def test_what_is_no_run_gets_no_lock(tmp_path, capsys):
+def test_a_directory_that_is_no_run_is_not_locked(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("x")
     assert train(tmp_path, "--overwrite") == 2
-    assert "is no run of leanclip" in capsys.readouterr().err
+    assert refusal_code(capsys.readouterr().err) == "run.not_a_run"
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 
-def test_without_locks_it_goes_on(tmp_path, monkeypatch):
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def refused(*_):
         raise OSError(37, "No locks available")
 

@@ -1,4 +1,4 @@
-"""Going on with a run: which checkpoint, and whether what is asked for now is still that run."""
+"""Resumes a run: finds the checkpoint, and compares the command's settings with those of the run."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from leanclip.checkpointing.checkpoint import FORMAT, STATE_FILE, TENSORS, Position, tidy
+from leanclip.checkpointing.checkpoint import FORMAT, STATE_FILE, TENSORS, Position, clean_up
 from leanclip.checkpointing.state import RunState
 from leanclip.checkpointing.storage import DamagedError, StoredTensors, verify
 from leanclip.data import Manifest, check_manifest
@@ -20,11 +20,11 @@ from leanclip.runs.run_directory import RunDirectory
 
 AUTO, LATEST = "auto", "latest"
 
-SAME = (  # or it is another run
+FIXED = (  # a change of these makes another run
     "loss", "global_batch_size", "opt", "seed", "lock_image", "lock_image_unlocked_groups", "lock_text",
     "lock_text_unlocked_layers", "shuffle", "val_split", "train_data_upsampling_factors",
 )  # fmt: skip
-FREE = (  # how it is run and looked at, not what it computes
+FREE = (  # do not change the result
     "name", "model", "logs", "device", "workers", "log_every", "eval_every", "val_frequency", "save_every",
     "save_frequency", "keep_last", "keep_every", "stop_on_save_error", "max_hours", "best_metric", "report_to",
     "wandb_project_name", "wandb_notes", "zero_shot", "imagenet_val", "imagenet_v2", "templates", "resume",
@@ -32,29 +32,30 @@ FREE = (  # how it is run and looked at, not what it computes
     "grad_checkpointing", "fsdp", "dist_timeout", "train_num_samples", "data_size", "max_broken", "implementation",
     "tau", "bias",
 )  # fmt: skip
-OF_THE_DATA = ("shuffle", "val_split", "train_data_upsampling_factors")  # new data may come with new ones
-OF_THE_LOSS = ("loss",)
+FREE_AFTER_RESET = ("shuffle", "val_split", "train_data_upsampling_factors", "loss")  # with --reset-loss-state
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint that was found whole."""
+    """The state.json of a checkpoint, and the directory with its tensors."""
 
     path: Path
     content: dict[str, Any]
 
     @classmethod
     def open(cls, path: Path) -> "SavedRun":
-        """Without a look at the hashes; see `check`."""
+        """Does not compare the hashes; see `storage.verify`."""
         try:
             content = json.loads((path / STATE_FILE).read_text())
-            found = content["format"]
-            if found == FORMAT:
-                _check_content(content)
+            file_format = content["format"]
+            if file_format == FORMAT:
+                _check_types(content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{path} is damaged: {STATE_FILE} cannot be read") from error
-        if found != FORMAT:
-            raise UserError(f"{path} has format {found}, this version of leanclip reads {FORMAT}")
+        if file_format != FORMAT:
+            raise UserError(
+                f"{path} has format {file_format}, this version of leanclip reads {FORMAT}", code="checkpoint.format"
+            )
         return cls(path, content)
 
     @property
@@ -63,136 +64,133 @@ class SavedRun:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The ids that the run began with."""
-        found = self.content["manifest"]
-        return None if found is None else check_manifest(found, str(self.path / STATE_FILE))
+        """The sample ids of the run."""
+        manifest = self.content["manifest"]
+        return None if manifest is None else check_manifest(manifest, str(self.path / STATE_FILE))
 
     def load(self, state: RunState, group: dist.ProcessGroup | None, *, reset_loss: bool) -> None:
-        """Give the pieces of a run the state that was saved. All processes call it together."""
+        """Load the saved state into a run. A collective call."""
         try:
             state.load(StoredTensors.open(self.path / TENSORS), self.content["values"], group, reset_loss=reset_loss)
         except DamagedError:
             raise
         except UserError as error:
-            raise UserError(f"{self.path} is of another run: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # made by something else
+            raise self._mismatch(str(error)) from error
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # written by other software
             raise DamagedError(f"{self.path} cannot be read ({first_line(error)})") from error
 
     def already_reset(self, config: TrainConfig, manifest: Manifest | None, samples: int) -> bool:
-        """Whether --reset-loss-state was done for these data and this loss: the same command, given again."""
-        before = self.content["settings"]
+        """Whether --reset-loss-state was already applied for these data and this loss: the same command, repeated."""
+        saved = self.content["settings"]
         return bool(
-            before.get("reset_loss_state")
-            and before["loss"] == config.run.loss
+            saved.get("reset_loss_state")
+            and saved["loss"] == config.run.loss
             and self.content["samples"] == samples
             and self.content["manifest"] == json.loads(json.dumps(manifest))
         )
 
-    def without_effect(self, asked: LossConfig) -> list[str]:
-        """A line for each value that was given and that the run has its own of by now."""
-        pairs = [(name, getattr(asked, name), self.content["settings"].get(name)) for name in ("tau", "bias")]
+    def ignored_settings(self, loss: LossConfig) -> list[str]:
+        """A line for each requested start value that a resumed run does not use."""
+        pairs = [(name, getattr(loss, name), self.content["settings"].get(name)) for name in ("tau", "bias")]
         return [
-            f"{_flag(name)} {value:g} has no effect: a resumed run goes on with its own"
-            for name, value, before in pairs
-            if value is not None and before is not None and value != before
+            f"{_flag(name)} {value:g} has no effect: a resumed run keeps its own"
+            for name, value, saved in pairs
+            if value is not None and saved is not None and value != saved
         ]
 
     def compare(
         self, config: TrainConfig, architecture: Mapping[str, Any], *, samples: int, reset_loss: bool
     ) -> list[str]:
-        """Complain about what must not differ. Returns a line for each setting that differs and may."""
-        if _trained(architecture) != _trained(self.content["architecture"]):
-            name = self.content["settings"]["model"]
-            raise UserError(f"{self.path} is of another run: it trains {name}, in another form than asked for")
-        before, now = self.content["settings"], settings(config)
-        allowed = (*OF_THE_DATA, *OF_THE_LOSS) if reset_loss else ()
-        notes = []
-        for name, value in now.items():
-            if name in FREE or name not in before or before[name] == value:
+        """Raise for a setting that must not change. Returns a line for each other setting that changed."""
+        if _trained_architecture(architecture) != _trained_architecture(self.content["architecture"]):
+            raise self._mismatch(f"it trains {self.content['settings']['model']} with another architecture")
+        saved, notes = self.content["settings"], []
+        for name, value in settings(config).items():
+            if name in FREE or name not in saved or saved[name] == value:
                 continue
-            said = f"{_flag(name)} {_shown(value)}, the run has {_shown(before[name])}"
-            if name in SAME and name not in allowed:
-                raise UserError(f"{self.path} is of another run: {said}; {_remedy(name)}")
-            notes.append(f"resumed with {said}")
+            change = f"{_flag(name)} {_text(value)}, the run has {_text(saved[name])}"
+            if name in FIXED and not (reset_loss and name in FREE_AFTER_RESET):
+                other = "with" if name in FREE_AFTER_RESET else "start a new run from its weights:"
+                remedy = "--reset-loss-state" if name in FREE_AFTER_RESET else "--pretrained"
+                raise self._mismatch(f"{change}; resume with that value, or {other} {remedy}")
+            notes.append(f"resumed with {change}")
         if samples < self.content["samples"] and not reset_loss:
-            raise UserError(
-                f"{self.path} is of another run: it has {self.content['samples']:,} training samples, here are"
-                f" {samples:,}; give its data, or --reset-loss-state for new ones"
+            raise self._mismatch(
+                f"it has {self.content['samples']:,} training samples, the command {samples:,}; use the same data, or"
+                " --reset-loss-state for new data"
             )
         return notes
 
+    def _mismatch(self, reason: str) -> UserError:
+        return UserError(f"{self.path} does not fit this command: {reason}", code="resume.mismatch")
 
-def _check_content(content: dict[str, Any]) -> None:
-    """Complain about anything in state.json that is not what we write."""
+
+def _check_types(content: dict[str, Any]) -> None:
+    """Raise for anything in state.json that this module does not write."""
     position, values = content["position"], content["values"]
     Position(**position)
-    whole = ("step", "epoch", "epoch_step", "samples", "skipped", "seen")
-    kinds = [(position[name], int) for name in whole] + [(position["seconds"], (int, float))]
-    kinds += [(position["best"], (int, float, type(None))), (position["broken"], dict), (content["samples"], int)]
-    kinds += [(count, int) for count in position["broken"].values()]
-    kinds += [(content["settings"], dict), (content["manifest"], (list, type(None)))]
-    kinds += [(content["architecture"]["model_cfg"], dict), (values["optimizer"]["state"], dict)]
-    kinds += [(values["optimizer"]["groups"], list), (values["scale"]["value"], (int, float))]
-    kinds += [(values["scale"]["good_steps"], int), (values["ema"]["updates"], int)]
-    for value, kind in kinds:
-        if not isinstance(value, kind):
-            raise TypeError(f"{value!r} is no {kind}")
+    integers = ("step", "epoch", "epoch_step", "samples", "skipped", "seen")
+    types = [(position[name], int) for name in integers] + [(position["seconds"], (int, float))]
+    types += [(position["best"], (int, float, type(None))), (position["broken"], dict), (content["samples"], int)]
+    types += [(count, int) for count in position["broken"].values()]
+    types += [(content["settings"], dict), (content["manifest"], (list, type(None)))]
+    types += [(content["architecture"]["model_cfg"], dict), (values["optimizer"]["state"], dict)]
+    types += [(values["optimizer"]["groups"], list), (values["scale"]["value"], (int, float))]
+    types += [(values["scale"]["good_steps"], int), (values["ema"]["updates"], int)]
+    for value, expected in types:
+        if not isinstance(value, expected):
+            raise TypeError(f"{value!r} is no {expected}")
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """All settings by name, as JSON gives them back."""
+    """All settings by name, as JSON values."""
     flat = {name: value for part in asdict(config).values() for name, value in part.items()}
     return json.loads(json.dumps(flat))
 
 
-def find_saved(resume: str, run: Path) -> tuple[Path | None, list[str]]:
-    """What --resume means: the directory of a checkpoint, a file of OpenCLIP's, or nothing for a run that begins.
+def find_checkpoint(resume: str, run: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint directory or OpenCLIP file that --resume selects; None for a new run.
 
-    And warnings: where the newest checkpoint of a run is damaged, the one before it is taken.
+    Also returns warnings: if the newest checkpoint of a run is damaged, the one before it is used.
     """
-    given = run if resume in (AUTO, LATEST) else Path(resume)
-    if given.is_file():
-        return given.resolve(), []
-    if (given / STATE_FILE).is_file():  # this one and no other
-        verify(given)
-        SavedRun.open(given)
-        return given.resolve(), []
-    if not given.exists() and resume != AUTO:
-        raise UserError(f"--resume {resume}: no such run or checkpoint: {given}")
-    if RunDirectory(given).is_held:  # else somebody may be writing just now
-        tidy(given / "checkpoints")
+    path = run if resume in (AUTO, LATEST) else Path(resume)
+    if path.is_file():
+        return path.resolve(), []
+    if (path / STATE_FILE).is_file():  # this one, without a fallback
+        verify(path)
+        SavedRun.open(path)
+        return path.resolve(), []
+    if not path.exists() and resume != AUTO:
+        raise UserError(f"--resume {resume}: no such run or checkpoint: {path}", code="checkpoint.not_found")
+    if RunDirectory(path).is_held:  # otherwise another process may be writing
+        clean_up(path / "checkpoints")
     warnings = []
-    for _, path in sorted(step_directories(given / "checkpoints"), reverse=True):
+    for _, checkpoint in sorted(step_directories(path / "checkpoints"), reverse=True):
         try:
-            verify(path)
-            SavedRun.open(path)
+            verify(checkpoint)
+            SavedRun.open(checkpoint)
         except DamagedError as error:
             warnings.append(f"{error}; the one before it is used")
             continue
-        return path.resolve(), warnings
+        return checkpoint.resolve(), warnings
     if resume == AUTO and not warnings:
         return None, []
-    none = "every checkpoint is damaged" if warnings else "there is no checkpoint"
-    raise UserError(f"--resume {resume}: {none} in {given}; start without --resume")
+    reason = "every checkpoint is damaged" if warnings else "no checkpoint"
+    code = "checkpoint.damaged" if warnings else "checkpoint.not_found"
+    raise UserError(f"--resume {resume}: {reason} in {path}; start without --resume", code=code)
 
 
-def _trained(architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """What of an open_clip config decides about weights and what they see: not how they start, or are spared."""
-    found = json.loads(json.dumps(architecture))
-    model = {name: value for name, value in found["model_cfg"].items() if not name.startswith("init_logit_")}
+def _trained_architecture(architecture: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of an open_clip config that must not change: not the initial temperature, nor patch dropout."""
+    copy = json.loads(json.dumps(architecture))
+    model = {name: value for name, value in copy["model_cfg"].items() if not name.startswith("init_logit_")}
     model["vision_cfg"].pop("patch_dropout", None)
-    return found | {"model_cfg": model}
+    return copy | {"model_cfg": model}
 
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     return "none" if value is None else str(value)
-
-
-def _remedy(name: str) -> str:
-    if name in (*OF_THE_DATA, *OF_THE_LOSS):
-        return "resume with that, or with --reset-loss-state"
-    return "resume with that, or start a new run from its weights: --pretrained"

@@ -1,6 +1,6 @@
-"""Named tensors on disk: torch's distributed checkpointing in its safetensors form, which holds no code.
+"""Named tensors on disk: torch's distributed checkpointing with safetensors files, which cannot hold code.
 
-Every process writes what it has of each tensor, and reads what it needs, however many processes wrote them.
+Every process writes its part of each tensor, and reads the part it needs, however many processes wrote.
 """
 
 import hashlib
@@ -37,16 +37,19 @@ DTYPES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 
-# One process alone is no mistake, and a thread that writes cannot change the filters for a moment.
+# A single process is intended, and a writing thread cannot change the warning filters temporarily.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class DamagedError(UserError):
-    """Files are not what was written."""
+    """Files differ from what was written."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="checkpoint.damaged")
 
 
 class Staging:
-    """Copies in host memory, so that training can go on while they are written. The memory stays between saves."""
+    """Copies in host memory, which a thread writes while training continues. Buffers are reused by later saves."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
@@ -54,48 +57,48 @@ class Staging:
         self._copied: torch.cuda.Event | None = None
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Get the memory now: locking pages takes a second for two gigabytes."""
+        """Allocate the buffers: pinning pages takes a second for two gigabytes."""
         for name, tensor in tensors.items():
-            self._buffer(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+            self._buffer(name, _local(tensor))
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Begin to copy. On a GPU the copies queue behind the work so far and before what comes; see `wait`."""
+        """Start copying, in the order of the GPU's work; `wait` blocks until it is done."""
         staged: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            local = local.detach()
-            buffer = self._buffer(name, local)
-            buffer.copy_(local, non_blocking=local.is_cuda)
+            local = _local(tensor).detach()
+            staged[name] = self._buffer(name, local).copy_(local, non_blocking=local.is_cuda)
             if isinstance(tensor, DTensor):
                 assert self._mesh is not None
+                layout = {"shape": tensor.shape, "stride": tensor.stride()}
                 staged[name] = DTensor.from_local(
-                    buffer, self._mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+                    staged[name], self._mesh, tensor.placements, run_check=False, **layout
                 )
-            else:
-                staged[name] = buffer
         if any(tensor.is_cuda for tensor in tensors.values()):
             self._copied = torch.cuda.Event()
             self._copied.record()
         return staged
 
     def wait(self) -> None:
-        """Until the copies are there; any thread may wait."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
-        known = self._buffers.get(name)
-        if known is None or known.shape != like.shape or known.dtype != like.dtype:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
             try:
-                known = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)  # locked pages: fast
-            except RuntimeError:  # more than the system lets a process lock
-                known = torch.empty(like.shape, dtype=like.dtype)
-            self._buffers[name] = known
-        return known
+                buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            except RuntimeError:  # above the system's limit for pinned memory
+                buffer = torch.empty(like.shape, dtype=like.dtype)
+            self._buffers[name] = buffer
+        return buffer
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """torch's own would make one long string of bytes of everything first, while no other thread can run."""
+    """Replaces torch's, which joins all tensors into one byte string first while it blocks all other threads."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         result: Future[list[WriteResult]] = Future()
@@ -116,7 +119,7 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """One file in the format of safetensors, straight from the tensors' memory: other threads run meanwhile."""
+    """Write a safetensors file directly from the tensors' memory, without blocking other threads."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | dict(metadata or {})}
     end = 0
     for name, tensor in tensors.items():
@@ -131,14 +134,14 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """All processes call it together, each with its part: a file for each of them."""
+    """A collective call: each process writes its parts to one file."""
     writer = _Writer(str(directory), save_distributed=True)
     save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """What `write_tensors` wrote, by name."""
+    """The tensors that `write_tensors` wrote."""
 
     directory: Path
     shapes: Mapping[str, torch.Size]
@@ -147,10 +150,10 @@ class StoredTensors:
     @classmethod
     def open(cls, directory: Path) -> "StoredTensors":
         try:
-            found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
-        except Exception as error:  # whatever files that are something else make the reader raise
+            metadata = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+        except Exception as error:  # other files make the reader raise many kinds
             raise DamagedError(f"{directory} holds no tensors of a run ({first_line(error)})") from error
-        entries = {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+        entries = {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
         return cls(
             directory,
             {name: entry.size for name, entry in entries.items()},
@@ -158,23 +161,24 @@ class StoredTensors:
         )
 
     def read_into(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-        """Fill tensors, or this process's parts of them. With a group all its processes call it together."""
+        """Fill tensors, or this process's parts of them. With a group, a collective call."""
         reader = HuggingFaceStorageReader(str(self.directory))
         try:
             with torch.no_grad():
                 load(dict(tensors), storage_reader=reader, process_group=group, no_dist=group is None)
-        except CheckpointException as error:  # which is no Exception
+        except CheckpointException as error:  # a BaseException
             raise DamagedError(f"{self.directory} cannot be read ({first_reason(error)})") from error
 
-    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Whole tensors, for this process alone."""
+    def read(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Full tensors, read by this process alone."""
+        names = list(self.shapes) if names is None else names
         tensors = {name: torch.empty(self.shapes[name], dtype=self.dtypes[name]) for name in names}
         self.read_into(tensors, None)
         return tensors
 
 
 def write_hashes(directory: Path, unlisted: Sequence[str] = ()) -> None:
-    """List the directory's files with their hashes, and see that all of it is on the disk, not only on its way."""
+    """Write the hashes of a directory's files, and flush everything to the disk."""
     files = {}
     for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in unlisted):
         files[path.relative_to(directory).as_posix()] = {"size": path.stat().st_size, "sha256": _hash(path)}
@@ -185,32 +189,34 @@ def write_hashes(directory: Path, unlisted: Sequence[str] = ()) -> None:
 
 
 def verify(directory: Path) -> None:
-    """Complain where a listed file is not what was written, or where a directory of tensors holds one more."""
+    """Raise unless every listed file has its hash and the directories of tensors hold no other file."""
     try:
         listed = json.loads((directory / HASHES_FILE).read_text())["files"]
         expected: dict[str, Any] = {str(name): entry["sha256"] for name, entry in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{directory} is not complete: it has no {HASHES_FILE} that can be read") from error
+        raise DamagedError(f"{directory} is incomplete: its {HASHES_FILE} is missing or unreadable") from error
     try:
         _compare(directory, expected)
-    except (OSError, ValueError) as error:  # names that no file can have, disks that cannot be read
+    except (OSError, ValueError) as error:  # invalid file names, disk errors
         raise DamagedError(f"{directory} cannot be read ({first_reason(error)})") from error
 
 
 def _compare(directory: Path, expected: Mapping[str, Any]) -> None:
     for name in expected:
         if ".." in Path(name).parts or Path(name).is_absolute():
-            raise DamagedError(f"{directory} is damaged: it lists {name[:80]}, which is no file of it")
+            raise DamagedError(f"{directory} is damaged: it lists {name[:80]}, which lies outside")
     folders = {Path(name).parent for name in expected} - {Path()}
-    found = {path.relative_to(directory).as_posix() for folder in folders for path in (directory / folder).glob("*")}
-    if more := sorted(found - set(expected)):
-        raise DamagedError(f"{directory} is damaged: {more[0]} does not belong to it")
+    present = {
+        path.relative_to(directory).as_posix() for folder in folders for path in (directory / folder).glob("*")
+    }
+    if extra := sorted(present - set(expected)):
+        raise DamagedError(f"{directory} is damaged: {extra[0]} is not in its {HASHES_FILE}")
     for name, digest in expected.items():
         path = directory / name
         if path.is_symlink() or not path.is_file():
             raise DamagedError(f"{directory} is damaged: {name} is missing")
         if _hash(path) != digest:
-            raise DamagedError(f"{directory} is damaged: {name} is not what was written")
+            raise DamagedError(f"{directory} is damaged: {name} has changed since it was written")
 
 
 def _hash(path: Path) -> str:
@@ -223,5 +229,5 @@ def _hash(path: Path) -> str:
 
 
 def first_reason(error: BaseException) -> str:
-    """One line; of torch's checkpointing, which collects the failures of several processes, the first one."""
+    """One line; for torch's checkpointing, which collects the failures of all processes, the first one."""
     return first_line(error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error)

@@ -1,15 +1,15 @@
-"""What a run leaves on disk, and where.
+"""The files of a run directory, and the lock of the process that writes them.
 
 config.toml     the resolved configuration: `leanclip train --config` repeats the run
-README.md       the model card, which lies beside every checkpoint, too
-run.json        what is being trained, on what, and whether it is finished
+README.md       the model card, also in every checkpoint
+run.json        model, data and environment of the run, and its status
 metrics.jsonl   one object per logged step and per evaluation
-manifest.json   the shards and the ids of their samples, which a resumed run keeps
-panel.json      held-out images with the captions the model finds
-zero_shot.json  how often which class was taken for which, at the last evaluation
-diagnosis.json  what was wrong with the numbers, where a run stopped because of them
+manifest.json   the shards and the ids of their samples, for resumed runs
+panel.json      held-out images with their nearest captions
+zero_shot.json  confusion counts of the last zero-shot evaluation
+diagnosis.json  written when a run stops because of non-finite steps
 checkpoints/    step_00000100/ ..., best/, last -> the newest
-.lock           held by the process that writes all this
+.lock           locked by the process that writes the run
 """
 
 import contextlib
@@ -19,12 +19,10 @@ import itertools
 import json
 import os
 import platform
-import shutil
 import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,18 +30,22 @@ from typing import Any
 import torch
 
 from leanclip.errors import UserError
-from leanclip.filesystem import write_atomically
+from leanclip.filesystem import remove, write_atomically
 
-CARD_FILE = "README.md"
-LOCK_FILE = ".lock"
-PATIENCE = 10.0  # seconds for the process that had the directory before to end
+CARD_FILE, RUN_FILE, LOCK_FILE = "README.md", "run.json", ".lock"
+KEPT = "before-"  # the content of a run that restarted without a checkpoint to resume from
+LOCK_TIMEOUT = 10.0  # seconds for the previous process to end
 _HELD: set[Path] = set()  # by this process
 LIBRARIES = ("open_clip_torch", "timm", "torchvision", "numpy", "pillow")
 
 
-@dataclass(frozen=True)
 class RunDirectory:
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.card = path / "config.toml", path / CARD_FILE
+        self.metrics, self.manifest = path / "metrics.jsonl", path / "manifest.json"
+        self.panel, self.zero_shot = path / "panel.json", path / "zero_shot.json"
+        self.diagnosis, self.checkpoints = path / "diagnosis.json", path / "checkpoints"
 
     @classmethod
     def containing(cls, path: Path) -> "RunDirectory | None":
@@ -52,59 +54,26 @@ class RunDirectory:
         return next((run for run in candidates if run.is_run), None)
 
     @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def card(self) -> Path:
-        return self.path / CARD_FILE
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
-    def panel(self) -> Path:
-        return self.path / "panel.json"
-
-    @property
-    def zero_shot(self) -> Path:
-        return self.path / "zero_shot.json"
-
-    @property
-    def diagnosis(self) -> Path:
-        return self.path / "diagnosis.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
     def is_run(self) -> bool:
-        return (self.path / "run.json").is_file()
+        return (self.path / RUN_FILE).is_file()
 
     @property
     def is_held(self) -> bool:
-        """By this process."""
+        """Whether this process has locked it."""
         return self.path.resolve() in _HELD
 
     @contextlib.contextmanager
     def held(self) -> Iterator[bool]:
-        """Against a second run of the same name: a lock that is gone with the process, however it ends.
+        """Lock the directory against a second run of the same name. Yields whether it had to wait for another run.
 
-        Yields whether another one had to be waited for. Children of the process have no part in it. Where the file
-        system knows no locks there is none. The process loses it by opening and closing the file, as when it copies
-        the directory.
+        The lock ends with the process, and child processes do not inherit it. A file system without locks is used
+        without one. Opening and closing the lock file releases it, as when the process copies the directory.
         """
-        if self._holds_something() and not self.is_run:  # `prepare` will leave it alone, too
+        if self._has_content() and not self.is_run:  # `prepare` refuses it
             yield False
             return
         if self.is_held:
-            raise UserError(f"this process is writing {self.path} already; give another --name")
+            raise UserError(f"this process already writes {self.path}; give another --name", code="run.in_use")
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -116,69 +85,64 @@ class RunDirectory:
             os.close(descriptor)
 
     def prepare(self, *, overwrite: bool = False, beginning: bool = False, resume_from: Path | None = None) -> None:
-        """Make the directory. What is there is gone on with, replaced by choice, or left alone with a complaint.
+        """Make the directory. An existing run is resumed, replaced with `overwrite`, or refused.
 
-        `beginning` is a run that is started again and again and has no checkpoint yet.
+        With `beginning` (--resume auto without a checkpoint) it restarts, and weights that it saved are kept.
         """
-        own = resume_from is not None and self.path.resolve() in resume_from.resolve().parents
-        if not own and self._holds_something():
+        resumed = resume_from is not None and self.path.resolve() in resume_from.resolve().parents
+        if not resumed and self._has_content():
             if resume_from is not None:
-                raise UserError(f"{self.path} is another run than the one to go on from; give another --name")
+                raise UserError(f"{self.path} is not the run to resume; give another --name", code="run.other")
             if not overwrite and not beginning:
                 raise UserError(
-                    f"{self.path} exists; give another --name, --resume auto to go on with it, or --overwrite"
+                    f"{self.path} exists; give another --name, --resume auto to resume it, or --overwrite",
+                    code="run.exists",
                 )
             if not self.is_run:
                 raise UserError(
-                    f"{self.path} is no run of leanclip, so --overwrite leaves it alone; give another --name"
+                    f"{self.path} is not a leanclip run and is not overwritten; give another --name",
+                    code="run.not_a_run",
                 )
             self._clear(keep=not overwrite)
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot make {self.checkpoints} ({error.strerror}); give another --logs") from error
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
 
     def _clear(self, *, keep: bool) -> None:
-        """Remove what is inside. With `keep`, weights that were saved are put aside, and stay there, however few."""
+        """Remove the content; with `keep`, move it to before-N if it includes saved weights."""
+        kept = None
         if keep and self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
-            number = next(n for n in itertools.count(1) if not (self.path / f"before-{n}").exists())
-            aside = self.path / f"before-{number}"
-            aside.mkdir()
-            for path in list(self.path.iterdir()):
-                if not path.name.startswith(("before-", LOCK_FILE)):
-                    path.rename(aside / path.name)
-            return
+            kept = next(path for n in itertools.count(1) if not (path := self.path / f"{KEPT}{n}").exists())
+            kept.mkdir()
         for path in list(self.path.iterdir()):
-            if path.name == LOCK_FILE or (keep and path.name.startswith("before-")):
+            if path.name == LOCK_FILE or (keep and path.name.startswith(KEPT)):
                 continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
+            if kept is None:
+                remove(path)
             else:
-                path.unlink()
+                path.rename(kept / path.name)
 
-    def _holds_something(self) -> bool:
-        """More than what a run makes first, which may have been killed right then."""
-        if not self.path.is_dir():
-            return False
-        begun = {path.name for path in self.path.iterdir()} <= {"checkpoints", "run.json.tmp", LOCK_FILE}
-        return not begun or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
+    def _has_content(self) -> bool:
+        """Whether it holds more than a run that was killed while it started."""
+        names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        started = {"checkpoints", LOCK_FILE}
+        unfinished = {name for name in names if name.startswith(f".{RUN_FILE}.")}
+        return not names <= started | unfinished or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
     def facts(self) -> dict[str, Any]:
-        """What run.json says."""
+        """The content of run.json; nothing if it is missing or damaged."""
         try:
-            found = json.loads((self.path / "run.json").read_text())
-        except (OSError, ValueError):  # not there, or not whole
+            facts = json.loads((self.path / RUN_FILE).read_text())
+        except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return facts if isinstance(facts, dict) else {}
 
     def describe(self, **facts: Any) -> None:
         """Add facts to run.json."""
-        write_atomically(self.path / "run.json", json.dumps(self.facts() | facts, indent=1))
+        write_atomically(self.path / RUN_FILE, json.dumps(self.facts() | facts, indent=1))
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Whether another process had it at first."""
-    until, waited = time.monotonic() + PATIENCE, False
+    """Whether it had to wait for another process."""
+    deadline, waited = time.monotonic() + LOCK_TIMEOUT, False
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,9 +150,10 @@ def _lock(descriptor: int, path: Path) -> bool:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 return waited
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise UserError(
-                    f"another run is writing {path} ({holder}); wait until it has ended, or give another --name"
+                    f"another run is writing {path} ({holder}); wait until it has ended, or give another --name",
+                    code="run.in_use",
                 ) from error
             if not waited:
                 print(f"leanclip: waiting for another run that writes {path} ({holder})", file=sys.stderr)
@@ -201,12 +166,12 @@ def _lock(descriptor: int, path: Path) -> bool:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What a run was computed with."""
+    """Versions and device, for run.json."""
     name = f"cpu ({os.cpu_count()} cores)"
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         name = f"{torch.cuda.get_device_name(device)} ({total / 2**30:.0f} GiB)"
-    found = {"python": platform.python_version(), "torch": torch.__version__, "device": name}
+    facts = {"python": platform.python_version(), "torch": torch.__version__, "device": name}
     if device.type == "cuda" and torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found | {library: version(library) for library in LIBRARIES} | {"system": platform.platform()}
+        facts["cuda"] = torch.version.cuda
+    return facts | {library: version(library) for library in LIBRARIES} | {"system": platform.platform()}

@@ -10,8 +10,8 @@ from typing import NamedTuple, NoReturn
 
 from rich.console import Console
 
-from leanclip.checkpointing.checkpoint import Checkpoints, Position, set_aside
-from leanclip.checkpointing.resume import LATEST, SavedRun, find_saved, settings
+from leanclip.checkpointing.checkpoint import Checkpoints, Position, move_aside
+from leanclip.checkpointing.resume import LATEST, SavedRun, find_checkpoint, settings
 from leanclip.data import Batch, BrokenCount, on_device
 from leanclip.distributed import TRAFFIC_COUNTER, Traffic, compare_traffic
 from leanclip.errors import UserError
@@ -136,7 +136,7 @@ class _Trainer:
             keep_last=run.keep_last,
             keep_every=run.keep_every,
             stop_on_error=run.stop_on_save_error,
-            tell=progress.print,
+            notify=progress.print,
         )
         self.start_at(position)
         self.taken = 0  # steps by this process: a run that goes back to a checkpoint repeats their numbers
@@ -174,7 +174,7 @@ class _Trainer:
         if self.step == 0:
             self.evaluate()
         self.texts()
-        self.stop.tell = self.progress.print
+        self.stop.notify = self.progress.print
         while not stopped:
             for batch in self.batches():
                 job.context.loss.set_epoch(self.epoch + self.epoch_step / job.loader.steps_per_epoch, job.epochs)
@@ -296,9 +296,9 @@ class _Trainer:
         """Of this run, or what it was resumed from; a file of OpenCLIP's is nothing to go back to."""
         own = [step for step, _ in step_directories(self.directory.checkpoints)]
         if own and (self.job.same_loss or max(own) > self.job.position.step):
-            found = find_saved(LATEST, self.directory.path)[0]
+            found = find_checkpoint(LATEST, self.directory.path)[0]
             assert found is not None
-            set_aside(self.directory.checkpoints, int(found.name[5:]))
+            move_aside(self.directory.checkpoints, int(found.name[5:]))
             return str(found)
         began = self.job.resume_from
         return str(began) if began is not None and began.is_dir() and self.job.same_loss else None

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 import torch
 
 from leanclip.checkpointing.openclip import OpenClipCheckpoint
-from leanclip.checkpointing.resume import AUTO, LATEST, SavedRun, find_saved
+from leanclip.checkpointing.resume import AUTO, LATEST, SavedRun, find_checkpoint
 from leanclip.data import Datasets, open_datasets
 from leanclip.device import device_of
 from leanclip.distributed import Ranks
@@ -142,4 +142,4 @@ def _find_checkpoint(config: TrainConfig, ranks: Ranks) -> tuple[Path | None, li
         return None, []
     if run.resume in (AUTO, LATEST) and run.name is None:
         raise UserError(f"--resume {run.resume} needs the name of the run; give --name", code="resume.no_name")
-    return ranks.broadcast_from_first(lambda: find_saved(str(run.resume), Path(run.logs) / str(run.name)))
+    return ranks.broadcast_from_first(lambda: find_checkpoint(str(run.resume), Path(run.logs) / str(run.name)))

@@ -98,7 +98,7 @@ def build(run: ResolvedRun) -> BuiltRun:
     notes = [f"warning: {warning}" for warning in run.warnings]
     if saved is not None:
         notes += saved.compare(config, model.open_clip_config(), samples=run.samples, reset_loss=run.reset_loss)
-        notes += [] if run.reset_loss else saved.without_effect(run.loss_flags)
+        notes += [] if run.reset_loss else saved.ignored_settings(run.loss_flags)
     if device.type == "cpu" and config.run.precision not in ("fp32", "fp64"):
         notes.append(f"--precision {config.run.precision} is slower than fp32 on most CPUs; leave it out")
     loss = _make_loss(config, run.saved_samples)
