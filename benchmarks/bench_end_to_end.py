@@ -31,7 +31,7 @@ from PIL import Image
 
 import leanclip
 from leanclip.data import DataConfig, TrainingLoader, open_datasets, training_transform
-from leanclip.data.loader import PREFETCH
+from leanclip.data.loader import PREFETCH_BATCHES
 from leanclip.models import ModelConfig, create_model
 
 RESULTS = Path(__file__).parent / "results" / "end_to_end.csv"
@@ -80,17 +80,17 @@ def loader_rate(pattern: str, model: str, batch: int, workers: int, steps: int) 
     train = open_datasets(DataConfig(train_data=pattern, train_data_upsampling_factors=str(REPEATS)), seed=0).train
     towers = create_model(ModelConfig(model=model))
     loader = TrainingLoader(
-        train.source, train.ids, batch=batch, transform=training_transform(towers.preprocess),
+        train.source, train.visits, batch=batch, transform=training_transform(towers.preprocess),
         tokenizer=towers.tokenizer, seed=0, workers=workers, pin_memory=torch.cuda.is_available(),
         end_of_text=towers.end_of_text,
     )  # fmt: skip
-    skip, began = PREFETCH * workers, 0.0
+    skip, began = PREFETCH_BATCHES * workers, 0.0
     for number, _ in enumerate(loader.epoch(0), 1):
         if number == skip + 1:
             began = time.perf_counter()
         if number == skip + 1 + steps:
             return steps * batch / (time.perf_counter() - began)
-    raise ValueError(f"{len(train.ids)} visits are too few for {skip + 1 + steps} batches of {batch}")
+    raise ValueError(f"{len(train.visits)} visits are too few for {skip + 1 + steps} batches of {batch}")
 
 
 def train(

@@ -109,7 +109,7 @@ def test_val_split_holds_out_without_overlap():
     data = open_datasets(DataConfig(val_split=0.1), seed=4)
     assert data.val is not None
     assert len(data.val) == 183 and len(data.train) == 1647
-    kept, _ = data.train.ids.at(np.arange(1647), seed=4, epoch=0)
+    kept, _ = data.train.visits.at(np.arange(1647), seed=4, epoch=0)
     assert len({*data.val.ids, *kept}) == 1830
     alone, note = open_validation(DataConfig(val_split=0.1), seed=4)
     assert alone is not None and (alone.ids == data.val.ids).all() and note == data.note is not None

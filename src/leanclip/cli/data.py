@@ -1,4 +1,4 @@
-"""leanclip data: pack a data set into shards, check one."""
+"""leanclip data: pack a data set into shards, or check one."""
 
 import json
 import os
@@ -8,43 +8,43 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from leanclip.cli.parse import parse
-from leanclip.errors import UserError
+from leanclip.errors import UserError, first_line
 
-if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
-    from leanclip.data.file_source import Packable
+if TYPE_CHECKING:  # importing torch takes seconds, and --help does not need it
+    from leanclip.data.source import Packable
     from leanclip.packing.pack import PackSummary
 
 DESCRIPTION = """usage: leanclip data pack SOURCE OUT [options]
        leanclip data check DATA [options]
 
   pack    write WebDataset tar shards from a CSV or TSV file, parquet files, a folder of images, or COCO captions
-  check   count, measure, find what is broken, empty or there twice
+  check   count and measure samples, find broken ones, empty captions and duplicates
 
-Each has its own --help. An example of both:
+Each has its own --help. Example:
 
   leanclip data pack cc3m.tsv shards/ --max-size 256
   leanclip data check shards/
   leanclip train --train-data shards/ --val-split 0.02"""
 
-PACK_DESCRIPTION = """Write WebDataset tar shards, OUT/00000.tar and so on, from pictures and captions.
+PACK_DESCRIPTION = """Write WebDataset tar shards, OUT/00000.tar and so on, from images and captions.
 
-What SOURCE can be:
-  pairs.csv, pairs.tsv      a header line, a column of image paths (filepath) and one of captions (title)
-  data.parquet, a folder    of such files or a quoted pattern: image bytes, paths or Hugging Face images, and captions
-  pictures/                 kite.jpg with kite.txt beside it, or a list: metadata.jsonl, captions.csv, captions.txt
-  captions_val2017.json     COCO captions, the pictures beside it or in --images
+SOURCE is one of:
+  pairs.csv, pairs.tsv      with a header line, a column of image paths (filepath) and one of captions (title)
+  data.parquet              or a folder or quoted pattern of such files: image bytes or paths, and captions
+  images/                   kite.jpg with kite.txt beside it, or a list: metadata.jsonl, captions.csv, captions.txt
+  captions_val2017.json     COCO captions, with the images beside it or in --images
 
-Images are copied as they are, after a look whether they decode; other formats than JPEG, PNG and WebP become PNG. The
-same input gives the same bytes. Stopped, it goes on where it was when the same command is given again.
-The exit code is 1 if more than --max-broken of the samples had to be left out.
+Every image is decoded as a check and then copied unchanged; formats other than JPEG, PNG and WebP become PNG. The same
+input gives the same bytes. Run the same command again to resume after an interruption.
+The exit code is 1 if more than --max-broken of the samples were left out.
 
 Example: leanclip data pack pairs.csv shards/ --caption-key text --max-size 256
 """
 
-CHECK_DESCRIPTION = """Read every sample and say what the data hold.
+CHECK_DESCRIPTION = """Read every sample and report on the data.
 
-Counts, image sizes and formats, caption lengths in tokens, what is broken and why, empty captions, and images and
-captions that are there more than once, to the byte.
+The report has counts, image sizes and formats, caption lengths in tokens, broken samples by kind, empty captions, and
+exact duplicates of images and captions.
 
 The exit code is 1 if more than --threshold of the samples are broken.
 
@@ -52,7 +52,9 @@ Example: leanclip data check 'shards/{00000..00331}.tar' --json check.json
          leanclip data check pairs.csv --csv-caption-key text --sample 10000
 """
 
-FEW_SAMPLES = 5000  # done before worker processes have started
+MIN_PARALLEL_SAMPLES = 5000  # fewer are done before worker processes have started
+MAX_DEFAULT_WORKERS = 16
+TABLE_WIDTH = 110  # characters, where the terminal is narrower or its width unknown
 
 Format = Literal["auto", "csv", "parquet", "folder", "coco", "synthetic"]
 
@@ -62,27 +64,27 @@ class PackCommand:
     source: str
     """A .csv, .tsv, .parquet or COCO .json file, a pattern of parquet files, or a folder."""
     out: str
-    """The folder that gets the shards."""
+    """The folder for the shards."""
     format: Format = "auto"
-    """What SOURCE is. Default: seen by its name."""
+    """The format of SOURCE. Default: detected from its name."""
     image_key: str | None = None
     """The column of the images. Default: filepath in a CSV; image, jpg, ... in parquet."""
     caption_key: str | None = None
     """The column of the captions. Default: title in a CSV; caption, text, ... in parquet."""
     separator: str | None = None
-    """What separates the columns of a CSV. Default: whichever splits its header into these columns."""
+    """The column separator of a CSV. Default: detected from the header."""
     images: str | None = None
-    """The folder of the pictures that a COCO file names. Default: looked for around the file."""
+    """The folder of the images of a COCO file. Default: searched around the file."""
     samples_per_shard: int = 10_000
     """Samples in each tar file."""
     max_size: int | None = None
-    """Scale images down whose shorter side has more pixels than this, and encode them again."""
+    """Scale down and encode again every image whose shorter side has more pixels than this."""
     on_broken: Literal["skip", "stop"] = "skip"
-    """Leave out samples that cannot be read, and count them; or stop at the first."""
+    """Leave out and count the samples that cannot be read, or stop at the first."""
     max_broken: float = 0.01
     """The share of samples that may be left out before the exit code is 1."""
     workers: int | None = None
-    """Processes that read and write. Default: one for each core, 16 at most."""
+    """Processes that read and write. Default: one per core, at most 16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,77 +94,75 @@ class CheckCommand:
     threshold: float = 0.01
     """The share of samples that may be broken before the exit code is 1."""
     json: str | None = None
-    """Also write what was found to this file."""
+    """Also write the report to this file, as JSON."""
     sample: int | None = None
-    """Look at this many samples only, drawn at random. Default: all."""
+    """Check this many samples, drawn at random. Default: all."""
     model: str = "ViT-B-32"
-    """The model whose tokenizer measures the captions."""
+    """The model whose tokenizer counts the tokens."""
     workers: int | None = None
-    """Processes that read. Default: one for each core, 16 at most."""
+    """Processes that read. Default: one per core, at most 16."""
     caption_key: str = "captions"
-    """Where the .json of a sample in a shard has its captions."""
+    """The key of the captions in the .json of a sample."""
     csv_img_key: str = "filepath"
     """The column of a .csv or .tsv that holds image paths."""
     csv_caption_key: str = "title"
     """The column that holds captions."""
     csv_separator: str | None = None
-    """What separates the columns. Default: whichever splits the header into these columns."""
+    """The column separator. Default: detected from the header."""
 
 
 def run(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(DESCRIPTION)
-        return
-    if arguments[0] == "pack":
+    elif arguments[0] == "pack":
         _pack(parse(PackCommand, arguments[1:], command="data pack", description=PACK_DESCRIPTION))
     elif arguments[0] == "check":
         _check(parse(CheckCommand, arguments[1:], command="data check", description=CHECK_DESCRIPTION))
     else:
-        raise UserError(f"unknown command data {arguments[0]!r}; give data pack or data check")
+        raise UserError(
+            f"unknown command data {arguments[0]!r}; give data pack or data check", code="data.unknown_command"
+        )
 
 
 def _pack(command: PackCommand) -> None:
     from leanclip.packing.pack import PackConfig, pack
     from leanclip.progress import progress_bar
 
-    try:
-        config = PackConfig(
-            samples_per_shard=command.samples_per_shard, max_size=command.max_size, on_broken=command.on_broken
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    config = PackConfig(
+        samples_per_shard=command.samples_per_shard, max_size=command.max_size, on_broken=command.on_broken
+    )
     source = open_packable(command)
     workers = _workers(command.workers, len(source))
     with progress_bar("packing", len(source)) as progress:
         summary = pack(source, Path(command.out), config, workers=workers, progress=progress)
     _show_pack(command, source, summary)
-    if summary.broken_share > command.max_broken or not summary.samples:
-        print(f"leanclip: {summary.broken_share:.1%} of the samples were left out, more than --max-broken "
-              f"{command.max_broken:.1%}", file=sys.stderr)  # fmt: skip
-        sys.exit(1)
+    _exit_above(summary.broken_share if summary.samples else 1.0, command.max_broken, "--max-broken")
 
 
 def open_packable(command: PackCommand) -> "Packable":
     """The source of a pack command, by its format or, for auto, by its name."""
-    kind = command.format if command.format != "auto" else _format_of(command.source)
-    given = {"image_key": command.image_key, "caption_key": command.caption_key}
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if kind == "csv":
+    data_format = _detect_format(command.source) if command.format == "auto" else command.format
+    keys: dict[str, Any] = {"image_key": command.image_key, "caption_key": command.caption_key}
+    keys = {name: value for name, value in keys.items() if value is not None}
+    if data_format == "csv":
         from leanclip.data.csv_table import Table
 
         flags = "--image-key, --caption-key, --separator"
-        return Table(command.source, separator=command.separator, flags=flags, **chosen)
-    if kind == "parquet":
+        return Table(command.source, separator=command.separator, flags=flags, **keys)
+    if data_format == "parquet":
         from leanclip.packing.parquet import Parquet
 
-        return Parquet(command.source, **chosen)
-    if chosen or command.separator:
-        raise UserError(f"--image-key, --caption-key and --separator are for csv and parquet, not for {kind}")
-    if kind == "coco":
+        return Parquet(command.source, **keys)
+    if keys or command.separator:
+        raise UserError(
+            f"--image-key, --caption-key and --separator are for csv and parquet, not for {data_format}",
+            code="pack.flag_of_other_format",
+        )
+    if data_format == "coco":
         from leanclip.packing.coco import Coco
 
         return Coco(command.source, images=command.images)
-    if kind == "synthetic":
+    if data_format == "synthetic":
         from leanclip.data.synthetic import open_synthetic
 
         return open_synthetic(command.source)
@@ -171,25 +171,28 @@ def open_packable(command: PackCommand) -> "Packable":
     return Folder(command.source)
 
 
-def _format_of(source: str) -> Format:
+def _detect_format(source: str) -> Format:
     path = Path(source)
-    by_ending: dict[str, Format] = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".json": "coco"}
-    if path.suffix.lower() in by_ending:
-        return by_ending[path.suffix.lower()]
+    by_suffix: dict[str, Format] = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".json": "coco"}
+    if path.suffix.lower() in by_suffix:
+        return by_suffix[path.suffix.lower()]
     if source.startswith("synthetic:"):
         return "synthetic"
     if path.is_dir():
         return "parquet" if any(path.glob("*.parquet")) else "folder"
     if not path.exists():
-        raise UserError(f"no such file or folder: {source}")
-    raise UserError(f"cannot see by its name what {source} is; give --format csv, parquet, folder or coco")
+        raise UserError(f"no such file or folder: {source}", code="data.not_found")
+    raise UserError(
+        f"{source} has an unsupported format; give --format csv, parquet, folder or coco if it is one of these",
+        code="data.unsupported_format",
+    )
 
 
 def _show_pack(command: PackCommand, source: "Packable", summary: "PackSummary") -> None:
-    there = f" ({summary.already_there:,} were there)" if summary.already_there else ""
+    before = f" ({summary.finished_before:,} from an earlier run)" if summary.finished_before else ""
     rows = {
         "samples": f"{summary.samples:,}",
-        "shards": f"{summary.shards:,}{there}",
+        "shards": f"{summary.shards:,}{before}",
         "size": f"{summary.bytes / 1e6:,.1f} MB",
     }
     for kind, count in summary.skipped.items():
@@ -206,7 +209,7 @@ def _check(command: CheckCommand) -> None:
     from leanclip.progress import progress_bar
 
     if command.sample is not None and command.sample < 1:
-        raise UserError(f"--sample is {command.sample}; it must be at least 1")
+        raise UserError(f"--sample is {command.sample}; it must be at least 1", code="data.bad_value")
     config = DataConfig(
         caption_key=command.caption_key,
         csv_img_key=command.csv_img_key,
@@ -217,8 +220,9 @@ def _check(command: CheckCommand) -> None:
     source = open_source(command.data, config)
     size = min(len(source), command.sample or len(source))
     workers = _workers(command.workers, size)
+    report = {"data": command.data, "model": command.model, "threshold": command.threshold}
     with progress_bar("checking", size) as progress:
-        found = check(
+        report |= check(
             source,
             count_tokens=count_tokens,
             context_length=count_tokens.context_length,
@@ -226,47 +230,43 @@ def _check(command: CheckCommand) -> None:
             workers=workers,
             progress=progress,
         )
-    found = {"data": command.data, "model": command.model, "threshold": command.threshold, **found}
     if command.json is not None:
         try:
-            Path(command.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+            Path(command.json).write_text(json.dumps(report, indent=1), encoding="utf-8")
         except OSError as error:
-            raise UserError(f"cannot write {command.json} ({error.strerror})") from error
-    _show_check(found)
-    if found["broken_share"] > command.threshold:
-        print(f"leanclip: {found['broken_share']:.1%} of the samples are broken, more than --threshold "
-              f"{command.threshold:.1%}", file=sys.stderr)  # fmt: skip
-        sys.exit(1)
+            raise UserError(f"cannot write {command.json} ({first_line(error)})", code="data.cannot_write") from error
+    _show_check(report)
+    _exit_above(report["broken_share"], command.threshold, "--threshold")
 
 
-def _show_check(found: dict[str, Any]) -> None:
+def _show_check(report: dict[str, Any]) -> None:
     def spread(name: str, unit: str = "") -> str:
-        values = found[name]
+        values = report[name]
         return f"{values['min']:,} / {values['median']:,.0f} / {values['max']:,}{unit}" if values else "none"
 
-    partly = "" if found["checked"] == found["samples"] else f", {found['checked']:,} of them looked at"
-    longer = f"{found['longer_than_context']:,} ({found['longer_than_context_share']:.1%})"
+    subset = "" if report["checked"] == report["samples"] else f", {report['checked']:,} of them checked"
+    longer = f"{report['longer_than_context']:,} ({report['longer_than_context_share']:.1%})"
     rows = {
-        "samples": f"{found['samples']:,}{partly}",
-        "image formats": ", ".join(f"{name} {count:,}" for name, count in found["image_formats"].items()) or "none",
+        "samples": f"{report['samples']:,}{subset}",
+        "image formats": ", ".join(f"{name} {count:,}" for name, count in report["image_formats"].items()) or "none",
         "width, min / median / max": spread("image_width", " pixels"),
         "height": spread("image_height", " pixels"),
         "size": spread("image_bytes", " bytes"),
-        "captions": f"{found['captions']:,}",
+        "captions": f"{report['captions']:,}",
         "captions per image": spread("captions_per_image"),
-        "caption length": spread("tokens", f" tokens of {found['model']}"),
-        f"longer than {found['context_length']} tokens": f"{longer}, cut off in training",
-        "empty captions": f"{found['empty_captions']:,}",
+        "caption length": spread("tokens", f" tokens of {report['model']}"),
+        f"longer than {report['context_length']} tokens": f"{longer}, truncated in training",
+        "empty captions": f"{report['empty_captions']:,}",
     }
-    for name, title in (("duplicate_images", "images there before"), ("duplicate_captions", "captions there before")):
-        first = f", such as {found[name]['examples'][0]}" if found[name]["examples"] else ""
-        rows[title] = f"{found[name]['count']:,} ({found[name]['share']:.1%}){first}"
-    for kind, count in found["left_out_on_opening"].items():
+    for name in ("duplicate_images", "duplicate_captions"):
+        example = f", such as {report[name]['examples'][0]}" if report[name]["examples"] else ""
+        rows[name.replace("_", " ")] = f"{report[name]['count']:,} ({report[name]['share']:.1%}){example}"
+    for kind, count in report["left_out_on_opening"].items():
         rows[f"left out: {kind}"] = f"{count:,}"
-    for kind, count in found["broken"].items():
-        rows[f"broken: {kind}"] = f"{count:,}, such as {found['broken_examples'][kind][0]}"
-    rows["broken in all"] = f"{found['broken_share']:.2%}"
-    _show(found["data"], rows)
+    for kind, count in report["broken"].items():
+        rows[f"broken: {kind}"] = f"{count:,}, such as {report['broken_examples'][kind][0]}"
+    rows["broken in all"] = f"{report['broken_share']:.2%}"
+    _show(report["data"], rows)
 
 
 def _show(title: str, rows: dict[str, str]) -> None:
@@ -276,15 +276,21 @@ def _show(title: str, rows: dict[str, str]) -> None:
 
     table = Table(title=Text(title), show_header=False)
     for name, value in rows.items():
-        table.add_row(name, Text(value))  # what comes from the data is no markup
+        table.add_row(name, Text(value))  # Text: rich reads no markup in names from the data
     console = Console(highlight=False)
-    console.width = max(console.width, 110)  # wide enough where the terminal's width is unknown
+    console.width = max(console.width, TABLE_WIDTH)
     console.print(table)
 
 
-def _workers(given: int | None, samples: int) -> int:
-    if given is not None and given < 0:
-        raise UserError(f"--workers is {given}; it must be 0 or more")
-    if given is not None:
-        return given
-    return 1 if samples < FEW_SAMPLES else min(16, os.cpu_count() or 1)
+def _exit_above(share: float, limit: float, flag: str) -> None:
+    if share > limit:
+        print(f"leanclip: {share:.1%} of the samples are broken, more than {flag} {limit:.1%}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _workers(workers: int | None, samples: int) -> int:
+    if workers is None:
+        return 1 if samples < MIN_PARALLEL_SAMPLES else min(MAX_DEFAULT_WORKERS, os.cpu_count() or 1)
+    if workers < 0:
+        raise UserError(f"--workers is {workers}; it must be 0 or more", code="data.bad_value")
+    return workers

@@ -1,14 +1,13 @@
 """The data: indexed shards, stable ids, batches that are a pure function of (seed, epoch, step)."""
 
 from leanclip.data.batch import Batch
-from leanclip.data.broken import BrokenCount
 from leanclip.data.config import DataConfig
 from leanclip.data.datasets import Datasets, Subset, TrainingSet, open_datasets, open_source, open_validation
 from leanclip.data.decode import evaluation_transform, training_transform
 from leanclip.data.loader import TrainingLoader, evaluation_batches
 from leanclip.data.prefetch import on_device
-from leanclip.data.shards import Manifest, Shards, check_manifest, load_manifest
-from leanclip.data.source import BrokenSample, Source
+from leanclip.data.shards import Shards, check_manifest, load_manifest
+from leanclip.data.source import BrokenCount, BrokenSample, Manifest, Source
 
 __all__ = [
     "Batch",

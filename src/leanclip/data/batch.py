@@ -1,4 +1,4 @@
-"""What the loader gives the training step."""
+"""The samples of one training step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,30 +8,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LIGHT = 256 << 10  # bytes
+MAX_PICKLED_BYTES = 256 << 10  # larger tensors travel through shared memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One step's samples. The ids stay on the host, where the loss checks them without waiting for the device."""
+    """The samples of one step. The ids stay on the host, where the loss checks them without a synchronisation."""
 
-    images: Tensor  # (B, 3, H, W) uint8: the model normalises
+    images: Tensor  # (B, 3, H, W) uint8; the model normalises them
     tokens: Tensor  # (B, L)
     sample_ids: Tensor  # (B,) stable integers in [0, n)
-    lengths: Tensor | None = None  # (B,) of the texts, end token included; on the host, where shapes are decided
-    broken: Mapping[str, int] = field(default_factory=dict)  # samples that others stand in for, by kind
-    examples: tuple[str, ...] = ()  # what was wrong with some of them
+    lengths: Tensor | None = None  # (B,) tokens of each caption with its end token; on the host
+    broken: Mapping[str, int] = field(default_factory=dict)  # samples that were replaced, by kind
+    examples: tuple[str, ...] = ()  # messages of some of them
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __reduce__(self) -> "tuple[Any, ...]":
-        """On the way from a loader's process. Every tensor travels in shared memory of its own, which takes the
-        receiver longer than to copy a small one."""
-        return _received, ({name: _light(value) for name, value in vars(self).items()},)
+        """Pickle small tensors by value: opening the shared memory of a tensor takes longer than copying it."""
+        return _unpickle, ({name: _small_as_array(value) for name, value in vars(self).items()},)
 
     def to(self, device: torch.device, dtype: torch.dtype | None = None) -> "Batch":
-        """On the device; the dtype is for images that are not uint8."""
+        """Copy to the device; `dtype` applies to floating-point images only."""
         dtype = dtype if self.images.is_floating_point() else None
         return replace(
             self,
@@ -40,7 +39,7 @@ class Batch:
         )
 
     def pin_memory(self) -> "Batch":
-        """Called by torch's DataLoader, so that copies to the device run beside its work."""
+        """Called by torch's DataLoader, so that copies to the device are asynchronous."""
         return replace(
             self,
             images=self.images.pin_memory(),
@@ -49,22 +48,21 @@ class Batch:
         )
 
     def split(self, parts: int) -> "list[Batch]":
-        """Micro-batches whose sizes differ by one at most."""
-        pieces = (part.tensor_split(parts) for part in (self.images, self.tokens, self.sample_ids))
+        """Micro-batches whose sizes differ by at most one."""
+        tensors = (tensor.tensor_split(parts) for tensor in (self.images, self.tokens, self.sample_ids))
         lengths = [None] * parts if self.lengths is None else self.lengths.tensor_split(parts)
         return [
-            Batch(images=i, tokens=t, sample_ids=s, lengths=n) for i, t, s, n in zip(*pieces, lengths, strict=True)
+            Batch(images=i, tokens=t, sample_ids=s, lengths=n) for i, t, s, n in zip(*tensors, lengths, strict=True)
         ]
 
 
-def _light(value: Any) -> Any:
-    """A small tensor as an array, which is pickled whole."""
-    small = isinstance(value, Tensor) and value.device.type == "cpu" and value.nbytes <= LIGHT
+def _small_as_array(value: Any) -> Any:
+    small = isinstance(value, Tensor) and value.device.type == "cpu" and value.nbytes <= MAX_PICKLED_BYTES
     return value.numpy() if small and not value.is_floating_point() else value
 
 
-def _received(values: Mapping[str, Any]) -> Batch:
-    found: dict[str, Any] = {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in values.items()
+def _unpickle(fields: Mapping[str, Any]) -> Batch:
+    tensors: dict[str, Any] = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in fields.items()
     }
-    return Batch(**found)
+    return Batch(**tensors)

@@ -1,4 +1,4 @@
-"""The data's part of the configuration."""
+"""The data section of the configuration."""
 
 import math
 from dataclasses import dataclass
@@ -13,28 +13,28 @@ class DataConfig:
 
     train_data: str | None = common(None)
     """WebDataset tar shards, or a .csv or .tsv of image paths and captions. Shards: a path, a directory, a glob, a
-    brace pattern such as 'cc3m-{00000..00331}.tar', or URLs of that form (s3://, gs://, https://); several with ::
-    between them. synthetic:N generates N samples. Default: the bundled emoji."""
+    brace pattern such as 'cc3m-{00000..00331}.tar', or URLs of these forms (s3://, gs://, https://); separate several with
+    ::. synthetic:N generates N samples. Default: the bundled emoji."""
     train_data_upsampling_factors: str | None = None
-    """How often an epoch visits each of several sources, as 2::1. Default: each once."""
+    """How often an epoch visits each of several sources, such as 2::1. Default: once."""
     val_data: str | None = common(None)
     """Held-out pairs for retrieval. Several captions per image are read from .json under "captions"."""
     csv_img_key: str = "filepath"
-    """The column of a .csv or .tsv that holds image paths; relative ones count from the file's folder."""
+    """The column of a .csv or .tsv that holds image paths; relative paths count from the file's folder."""
     csv_caption_key: str = "title"
     """The column that holds captions."""
     csv_separator: str | None = None
-    """What separates the columns, such as ',' or '\\t'. Default: whichever splits the header into these columns."""
+    """The column separator, such as ',' or '\\t'. Default: detected from the header."""
     val_split: float = common(0.0)
     """Share of the training data to hold out. For runs without --val-data."""
     caption_key: str = "captions"
-    """Where a sample's .json has its caption or list of captions; without it the .txt is the caption."""
+    """The key of the caption or list of captions in a sample's .json; without it the .txt is the caption."""
     caption_weights_key: str | None = None
-    """Where a sample's .json has a list of how likely each caption is. Default: all alike."""
+    """The key of the list of caption weights in a sample's .json. Default: equal weights."""
     max_broken: float = 0.01
-    """Stop when more than this share of the samples cannot be read; up to there others stand in for them."""
+    """The share of samples that may be broken before the run stops. Broken samples are replaced by others."""
     shuffle: Literal["all", "blocks"] = "all"
-    """all: an epoch is a permutation of all samples. blocks: neighbours stay near each other, for slow storage."""
+    """all: an epoch is a permutation of all samples. blocks: neighbours stay close together, for slow disks."""
     batch_size: int | None = None
     """Samples per step on each process (as in OpenCLIP). Give this or --global-batch-size."""
     global_batch_size: int | None = common(None)
@@ -42,14 +42,14 @@ class DataConfig:
     workers: int = common(2)
     """Processes that decode and augment images. 0 does it in the training process."""
     train_num_samples: int | None = None
-    """Accepted for OpenCLIP's command lines and not used: samples are counted."""
+    """Accepted for OpenCLIP's command lines and ignored: leanclip counts the samples."""
     data_size: int | None = None
-    """Accepted for FastCLIP's command lines and not used: samples are counted."""
+    """Accepted for FastCLIP's command lines and ignored: leanclip counts the samples."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None and self.global_batch_size is not None:
             raise ValueError(
-                "--batch-size (per process) and --global-batch-size (all of them) say the same; give one"
+                "--batch-size (per process) and --global-batch-size (all processes) exclude each other; give one"
             )
         for name in ("batch_size", "global_batch_size"):
             value = getattr(self, name)
@@ -58,9 +58,9 @@ class DataConfig:
         if not 0 <= self.val_split < 1:
             raise ValueError(f"val_split is {self.val_split}; give a share in [0, 1)")
         if self.val_split and self.val_data:
-            raise ValueError("--val-split holds out training data, --val-data brings its own; give one")
+            raise ValueError("--val-split and --val-data exclude each other; give one")
         if self.val_split and self.shuffle == "blocks":
-            raise ValueError("--val-split leaves no neighbours for --shuffle blocks; hold out with --val-data")
+            raise ValueError("--val-split does not work with --shuffle blocks; hold out with --val-data")
         if not 0 <= self.max_broken <= 1:
             raise ValueError(f"max_broken is {self.max_broken}; give a share in [0, 1]")
         if self.upsampling_factors is not None and not all(

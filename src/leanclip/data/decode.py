@@ -1,8 +1,8 @@
-"""From bytes to pixels: open_clip's preprocessing, done where it is cheap.
+"""From encoded bytes to pixels: open_clip's preprocessing, at a lower cost.
 
-The result is uint8; the model normalises it on its device. A JPEG that is much larger than the target is decoded at
-a half, a quarter or an eighth of its size, which libjpeg does at a fraction of the cost; then the crop is cut and
-resized with open_clip's filter. On such images a crop keeps to the grid of the reduced one.
+The result is uint8; the model normalises it on its device. libjpeg decodes a JPEG that is much larger than the target
+directly at a half, a quarter or an eighth of its size; then the crop is cut and resized with open_clip's filter. The
+crop of such an image is rounded to the grid of the reduced one.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ from torch import Tensor
 from leanclip.data.source import BrokenSample, Source
 from leanclip.errors import first_line
 
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # Pillow knows more, some of which start programs
-MOST_PIXELS = 89_478_485  # Pillow's own bound, from which on it warns of a decompression bomb
-RATIOS = (3 / 4, 4 / 3)
-TRIES = 10
-REDUCTIONS = (8, 4, 2)  # what libjpeg does at once while decoding
-# A reduced image is still so many times larger than its target that the filter decides how the result looks. At 1 the
-# mean difference to open_clip is 2 to 3 levels of 255 on sharp photographs, at 1.5 it is 1.6 and at 2 it is 0.9.
-TRAINING_RESERVE, EVALUATION_RESERVE = 1.5, 2.0
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # Pillow reads more; some decoders start programs
+MAX_PIXELS = 89_478_485  # above it Pillow warns of a decompression bomb
+ASPECT_RATIOS = (3 / 4, 4 / 3)
+CROP_ATTEMPTS = 10
+JPEG_REDUCTIONS = (8, 4, 2)  # factors by which libjpeg can reduce an image while it decodes
+# A reduced image stays at least this many times larger than its target, so that the filter determines the result. On
+# sharp images the mean difference from open_clip is 2 to 3 levels of 255 at a margin of 1, 1.6 at 1.5 and 0.9 at 2.
+TRAINING_MARGIN, EVALUATION_MARGIN = 1.5, 2.0
 
-Transform = Callable[[bytes, random.Random | None], Tensor]  # None where nothing is random
+Transform = Callable[[bytes, random.Random | None], Tensor]  # evaluation passes None
 
 
 class Preprocess(Protocol):
-    """What a model says of its input: open_clip's PreprocessCfg."""
+    """The input that a model expects: open_clip's PreprocessCfg."""
 
     @property
     def size(self) -> int | tuple[int, int]: ...
@@ -59,9 +59,9 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingTransform:
-    """open_clip's training transform: a random crop of a share of the image in `scale`, resized to `size`.
+    """open_clip's training transform: a random crop with an area share in `scale`, resized to `size`.
 
-    Colours are varied with the given probabilities: brightness, contrast, saturation and hue, then greyness.
+    Colour jitter (brightness, contrast, saturation, hue) and greyscale are applied with their probabilities.
     """
 
     size: tuple[int, int]  # height, width
@@ -70,50 +70,47 @@ class TrainingTransform:
     color_jitter_prob: float = 0.0
     gray_scale_prob: float = 0.0
 
-    def __call__(self, content: bytes, draw: random.Random | None) -> Tensor:
-        draw = draw or random.Random()
+    def __call__(self, content: bytes, rng: random.Random | None) -> Tensor:
+        rng = rng or random.Random()
         image = open_image(content)
-        box = random_crop(image.size, self.scale, draw)
-        pixels = resized_crop(image, box, self.size)
-        jitter = self.color_jitter_prob and draw.random() < self.color_jitter_prob
-        gray = self.gray_scale_prob and draw.random() < self.gray_scale_prob
+        pixels = resized_crop(image, random_crop(image.size, self.scale, rng), self.size)
+        jitter = self.color_jitter_prob and rng.random() < self.color_jitter_prob
+        gray = self.gray_scale_prob and rng.random() < self.gray_scale_prob
         if not (jitter or gray):
             return pixels
-        coloured = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         if jitter:
-            coloured = jittered(coloured, self.color_jitter, draw)
-        if gray:
-            coloured = coloured.convert("L").convert("RGB")
-        return _tensor(coloured)
+            image = color_jittered(image, self.color_jitter, rng)
+        return _to_tensor(image.convert("L").convert("RGB") if gray else image)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTransform:
-    """open_clip's validation transform: the shortest side, the longest or both resized, then the centre cut out."""
+    """open_clip's validation transform: the image resized by `resize_mode`, then a centre crop, padded if needed."""
 
     size: tuple[int, int]
     interpolation: str = "bicubic"
     resize_mode: str = "shortest"
     fill_color: int = 0
 
-    def __call__(self, content: bytes, draw: random.Random | None = None) -> Tensor:
+    def __call__(self, content: bytes, rng: random.Random | None = None) -> Tensor:
         image = open_image(content)
         target_height, target_width = self.size
-        square = target_height == target_width  # else, and for the shortest side, open_clip does not ask the model
+        square = target_height == target_width  # open_clip ignores the interpolation of other "shortest" targets
         bilinear = self.interpolation == "bilinear" and (self.resize_mode != "shortest" or square)
         height, width = self._resized(image.height, image.width)
-        whole = Box(0, 0, image.width, image.height)
-        method = "bilinear" if bilinear else "bicubic"
-        pixels = resized_crop(image, whole, (height, width), method, reserve=EVALUATION_RESERVE)
-        top, left = round((height - target_height) / 2), round((width - target_width) / 2)
-        pixels = pixels[:, max(top, 0) : max(top, 0) + target_height, max(left, 0) : max(left, 0) + target_width]
+        full = Box(0, 0, image.width, image.height)
+        mode = "bilinear" if bilinear else "bicubic"
+        pixels = resized_crop(image, full, (height, width), mode, margin=EVALUATION_MARGIN)
+        top, left = max(0, round((height - target_height) / 2)), max(0, round((width - target_width) / 2))
+        pixels = pixels[:, top : top + target_height, left : left + target_width]
         if pixels.shape[1:] == self.size:
             return pixels
-        sheet = torch.full((3, *self.size), self.fill_color, dtype=torch.uint8)
+        padded = torch.full((3, *self.size), self.fill_color, dtype=torch.uint8)
         _, height, width = pixels.shape
         top, left = (target_height - height) // 2, (target_width - width) // 2
-        sheet[:, top : top + height, left : left + width] = pixels
-        return sheet
+        padded[:, top : top + height, left : left + width] = pixels
+        return padded
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         target_height, target_width = self.size
@@ -137,7 +134,7 @@ def training_transform(
     gray_scale_prob: float = 0.0,
 ) -> TrainingTransform:
     return TrainingTransform(
-        size=_both(preprocess.size),
+        size=_height_width(preprocess.size),
         scale=scale or (0.9, 1.0),
         color_jitter=color_jitter or (0.0, 0.0, 0.0, 0.0),
         color_jitter_prob=color_jitter_prob,
@@ -147,7 +144,7 @@ def training_transform(
 
 def evaluation_transform(preprocess: Preprocess) -> EvaluationTransform:
     return EvaluationTransform(
-        size=_both(preprocess.size),
+        size=_height_width(preprocess.size),
         interpolation=preprocess.interpolation,
         resize_mode=preprocess.resize_mode,
         fill_color=preprocess.fill_color,
@@ -156,39 +153,61 @@ def evaluation_transform(preprocess: Preprocess) -> EvaluationTransform:
 
 def open_image(content: bytes) -> Image.Image:
     """The image, its pixels not decoded yet."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a broken EXIF block says nothing about the pixels
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
-    except Image.DecompressionBombError as error:
-        raise BrokenSample("huge", str(error)) from error
-    except Exception as error:  # decoders fail in many ways on damaged input
-        raise BrokenSample("image", first_line(error)) from error
-    if image.width * image.height > MOST_PIXELS:
+    with decoding():
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
+    if image.width * image.height > MAX_PIXELS:
         raise BrokenSample("huge", f"it has {image.width} x {image.height} pixels")
     return image
 
 
+@contextlib.contextmanager
+def decoding() -> Iterator[None]:
+    """Decoders fail in many ways on damaged input; each becomes a BrokenSample."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a damaged EXIF block does not affect the pixels
+            yield
+    except Image.DecompressionBombError as error:
+        raise BrokenSample("huge", str(error)) from error
+    except Exception as error:
+        raise BrokenSample("image", first_line(error)) from error
+
+
+class ImageFacts(NamedTuple):
+    width: int
+    height: int
+    format: str  # Pillow's name: JPEG, PNG, WEBP, ...
+
+
+def examine(content: bytes) -> ImageFacts:
+    """Check that an image decodes, a JPEG at an eighth of its size; BrokenSample if it does not."""
+    image = open_image(content)
+    facts = ImageFacts(*image.size, image.format or "")
+    with decoding():
+        image.draft(None, (1, 1))
+        image.load()
+    return facts
+
+
 def decode_image(source: Source, index: int) -> Image.Image:
-    """A sample's whole image."""
+    """A sample's image at its full size."""
     content = source.image_bytes(index)
     with naming(source, index):
-        return _rgb(open_image(content))
+        return _to_rgb(open_image(content))
 
 
 def training_sample(source: Source, index: int, transform: Transform, *, seed: int) -> tuple[Tensor, str]:
     """The augmented image and one caption: a pure function of the index and the seed."""
-    draw = random.Random(seed)
-    caption = source.caption(index, draw)
+    rng = random.Random(seed)
+    caption = source.caption(index, rng)
     content = source.image_bytes(index)
     with naming(source, index):
-        image = transform(content, draw)
-    return image, caption
+        return transform(content, rng), caption
 
 
 @contextlib.contextmanager
 def naming(source: Source, index: int) -> Iterator[None]:
-    """Decoders do not know whose bytes they read; the message should."""
+    """Add the name of the sample to the message of a decoder."""
     try:
         yield
     except BrokenSample as error:
@@ -196,88 +215,85 @@ def naming(source: Source, index: int) -> Iterator[None]:
         raise BrokenSample(error.kind, message) from error
 
 
-def random_crop(size: tuple[int, int], scale: tuple[float, float], draw: random.Random) -> Box:
-    """A box of a random share of the image and a random shape between 3:4 and 4:3, as RandomResizedCrop draws it."""
+def random_crop(size: tuple[int, int], scale: tuple[float, float], rng: random.Random) -> Box:
+    """A box with a random area share and a random aspect ratio, as torchvision's RandomResizedCrop draws it."""
     width, height = size
-    for _ in range(TRIES):
-        area = width * height * (scale[0] + draw.random() * (scale[1] - scale[0]))
-        low, high = (math.log(ratio) for ratio in RATIOS)
-        ratio = math.exp(low + draw.random() * (high - low))
-        wide, tall = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < wide <= width and 0 < tall <= height:
-            top = int(draw.random() * (height - tall + 1))
-            left = int(draw.random() * (width - wide + 1))
-            return Box(left, top, left + wide, top + tall)
-    wide, tall = width, height  # none fitted: the middle, as much of it as has an allowed shape
-    if width / height < RATIOS[0]:
-        tall = round(width / RATIOS[0])
-    elif width / height > RATIOS[1]:
-        wide = round(height * RATIOS[1])
-    left, top = (width - wide) // 2, (height - tall) // 2
-    return Box(left, top, left + wide, top + tall)
+    for _ in range(CROP_ATTEMPTS):
+        area = width * height * (scale[0] + rng.random() * (scale[1] - scale[0]))
+        low, high = (math.log(ratio) for ratio in ASPECT_RATIOS)
+        ratio = math.exp(low + rng.random() * (high - low))
+        crop_width, crop_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < crop_width <= width and 0 < crop_height <= height:
+            top = int(rng.random() * (height - crop_height + 1))
+            left = int(rng.random() * (width - crop_width + 1))
+            return Box(left, top, left + crop_width, top + crop_height)
+    # No attempt fitted: the largest centre crop of an allowed aspect ratio.
+    crop_width, crop_height = width, height
+    if width / height < ASPECT_RATIOS[0]:
+        crop_height = round(width / ASPECT_RATIOS[0])
+    elif width / height > ASPECT_RATIOS[1]:
+        crop_width = round(height * ASPECT_RATIOS[1])
+    left, top = (width - crop_width) // 2, (height - crop_height) // 2
+    return Box(left, top, left + crop_width, top + crop_height)
 
 
 def resized_crop(
-    image: Image.Image, box: Box, size: tuple[int, int], mode: str = "bicubic", *, reserve: float = TRAINING_RESERVE
+    image: Image.Image, box: Box, size: tuple[int, int], mode: str = "bicubic", *, margin: float = TRAINING_MARGIN
 ) -> Tensor:
-    """Decode what is needed of an image, cut the box and resize it to `size` (height, width): (3, height, width)."""
-    full = image.size
+    """Decode an image, cut the box out and resize it to `size` (height, width): a (3, height, width) tensor."""
+    full_size = image.size
     if image.format == "JPEG":
-        most = min((box.right - box.left) / size[1], (box.bottom - box.top) / size[0]) / reserve
-        reduction = next((scale for scale in REDUCTIONS if scale <= most), 1)
-        image.draft(None, (full[0] // reduction, full[1] // reduction))
-    pixels = _rgb(image)
-    if pixels.size != full:
-        box = _snapped(box, full, pixels.size)
-    # torch resizes as Pillow does, antialiased and to the same rounding, in a third of the time.
-    cut = _tensor(pixels.crop(box))[None]
-    if cut.shape[2:] == size:
-        return cut[0]
-    return F.interpolate(cut, size, mode=mode, antialias=True)[0]
+        limit = min((box.right - box.left) / size[1], (box.bottom - box.top) / size[0]) / margin
+        reduction = next((factor for factor in JPEG_REDUCTIONS if factor <= limit), 1)
+        image.draft(None, (full_size[0] // reduction, full_size[1] // reduction))
+    decoded = _to_rgb(image)
+    if decoded.size != full_size:
+        box = _on_reduced_grid(box, full_size, decoded.size)
+    # torch gives Pillow's result, antialiased and with the same rounding, in a third of the time.
+    crop = _to_tensor(decoded.crop(box))
+    if crop.shape[1:] == size:
+        return crop
+    return F.interpolate(crop[None], size, mode=mode, antialias=True)[0]
 
 
-def _snapped(box: Box, full: tuple[int, int], reduced: tuple[int, int]) -> Box:
-    """The box on the grid of a reduced image."""
-    across, down = reduced[0] / full[0], reduced[1] / full[1]
-    left, top = round(box.left * across), round(box.top * down)
-    return Box(left, top, max(round(box.right * across), left + 1), max(round(box.bottom * down), top + 1))
+def _on_reduced_grid(box: Box, full_size: tuple[int, int], reduced: tuple[int, int]) -> Box:
+    x_scale, y_scale = reduced[0] / full_size[0], reduced[1] / full_size[1]
+    left, top = round(box.left * x_scale), round(box.top * y_scale)
+    return Box(left, top, max(round(box.right * x_scale), left + 1), max(round(box.bottom * y_scale), top + 1))
 
 
-def jittered(image: Image.Image, strength: tuple[float, float, float, float], draw: random.Random) -> Image.Image:
-    """torchvision's ColorJitter: the four changes in random order, each by a random amount."""
-    steps = [0, 1, 2, 3]
+def color_jittered(
+    image: Image.Image, strength: tuple[float, float, float, float], rng: random.Random
+) -> Image.Image:
+    """torchvision's ColorJitter: brightness, contrast, saturation and hue in random order, by random amounts."""
+    order = [0, 1, 2, 3]
     for i in (3, 2, 1):
-        j = int(draw.random() * (i + 1))
-        steps[i], steps[j] = steps[j], steps[i]
+        j = int(rng.random() * (i + 1))
+        order[i], order[j] = order[j], order[i]
     enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
-    for step in steps:
-        amount = strength[step]
+    for operation in order:
+        amount = strength[operation]
         if not amount:
             continue
-        if step == 3:
+        if operation == 3:
             hue, saturation, value = image.convert("HSV").split()
-            shift = round((2 * draw.random() - 1) * amount * 255)
-            turned = Image.fromarray((np.asarray(hue).astype(np.int16) + shift).astype(np.uint8))
-            image = Image.merge("HSV", (turned, saturation, value)).convert("RGB")
+            shift = round((2 * rng.random() - 1) * amount * 255)
+            hue = Image.fromarray((np.asarray(hue).astype(np.int16) + shift).astype(np.uint8))
+            image = Image.merge("HSV", (hue, saturation, value)).convert("RGB")
         else:
             low = max(0.0, 1 - amount)
-            image = enhancers[step](image).enhance(low + draw.random() * (1 + amount - low))
+            image = enhancers[operation](image).enhance(low + rng.random() * (1 + amount - low))
     return image
 
 
-def _tensor(image: Image.Image) -> Tensor:
-    """(3, height, width) uint8."""
+def _to_tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def _rgb(image: Image.Image) -> Image.Image:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return image.convert("RGB")
-    except Exception as error:  # decoders fail in many ways on damaged input
-        raise BrokenSample("image", first_line(error)) from error
+def _to_rgb(image: Image.Image) -> Image.Image:
+    with decoding():
+        return image.convert("RGB")
 
 
-def _both(size: int | tuple[int, int]) -> tuple[int, int]:
+def _height_width(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])

@@ -1,4 +1,4 @@
-"""Shards wherever they lie: local paths and, through fsspec, URLs. The only module that imports fsspec."""
+"""Files by local path or, through fsspec, by URL. The only module that imports fsspec."""
 
 import contextlib
 import glob
@@ -13,16 +13,16 @@ import fsspec
 from leanclip.errors import UserError, first_line
 from leanclip.progress import ACTIVITY
 
-OPEN_FILES = 256  # per process; a data set may have more shards than a process may open files
-STAMPS = ("mtime", "LastModified", "last_modified", "ETag", "etag", "updated", "created")
+MAX_OPEN_FILES = 256  # per process; a data set may have more shards than a process may open
+VERSION_KEYS = ("mtime", "LastModified", "last_modified", "ETag", "etag", "updated", "created")
 
 
 class FileStat(NamedTuple):
-    """A file and the state it is in."""
+    """A file, its size and its version."""
 
     path: str
     size: int
-    version: str  # changes when the file does
+    version: str  # modification time, or the ETag of a URL
 
     @property
     def directory(self) -> str:
@@ -40,40 +40,43 @@ def is_remote(path: str) -> bool:
 def expand(pattern: str) -> list[str]:
     """The files of a path, directory, glob or brace pattern, or of URLs of that form, in a stable order."""
     if pattern.startswith("pipe:"):
-        raise UserError(f"{pattern!r} is a command; give the URL itself (s3://, gs://, https://), or a local path")
+        raise UserError(
+            f"{pattern!r} is a command; give a URL (s3://, gs://, https://) or a local path", code="data.bad_pattern"
+        )
     try:
         parts = list(braceexpand.braceexpand(pattern))
     except ValueError as error:
-        raise UserError(f"the braces of {pattern!r} do not match: {error}") from error
+        raise UserError(f"the braces of {pattern!r} do not match: {error}", code="data.bad_pattern") from error
     paths = [path for part in parts for path in (_expand_url(part) if is_remote(part) else _expand_local(part))]
     if not paths:
-        raise UserError(f"no *.tar in {pattern}" if Path(pattern).is_dir() else f"no such file or folder: {pattern}")
+        message = f"no *.tar in {pattern}" if Path(pattern).is_dir() else f"no such file or folder: {pattern}"
+        raise UserError(message, code="data.not_found")
     return paths
 
 
 def stat_all(paths: list[str], pattern: str) -> list[FileStat]:
-    """The state of every file; a missing one is the user's to mend."""
-    listed: dict[str, dict[str, dict[str, Any]]] = {}
-    found = []
+    """Size and version of every file; `pattern` is named in the error for a missing one."""
+    listings: dict[str, dict[str, dict[str, Any]]] = {}
+    files = []
     for path in paths:
         try:
-            found.append(_stat_url(path, listed) if is_remote(path) else _stat_local(path))
+            files.append(_stat_url(path, listings) if is_remote(path) else _stat_local(path))
         except FileNotFoundError as error:
             origin = "" if path == pattern else f" (from {pattern})"
-            raise UserError(f"no such file or folder: {path}{origin}") from error
+            raise UserError(f"no such file or folder: {path}{origin}", code="data.not_found") from error
         except OSError as error:
-            raise UserError(f"cannot read {path} ({first_line(error)})") from error
+            raise UserError(f"cannot read {path} ({first_line(error)})", code="data.unreadable") from error
         ACTIVITY.still_working()
-    return found
+    return files
 
 
 class OpenFiles:
-    """Random reads from many files, the most recently used of which stay open. Travels to workers without them."""
+    """Random reads from many files; the most recently used stay open. Pickling drops the open files."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[str, int] = OrderedDict()
         self._process = os.getpid()
-        self._systems: dict[str, tuple[Any, str]] = {}
+        self._systems: dict[str, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -82,13 +85,13 @@ class OpenFiles:
         self.__init__()
 
     def read(self, file: FileStat, offset: int, length: int) -> bytes:
-        """Up to `length` bytes; fewer at the end. OSError if the file is gone or not the one that was indexed."""
+        """Up to `length` bytes; fewer at the end. OSError if the file is missing or has changed."""
         if is_remote(file.path):
             return self._read_url(file.path, offset, min(length, file.size - offset))
         return os.pread(self._descriptor(file), length, offset)
 
-    def expect(self, file: FileStat, offset: int, length: int) -> None:
-        """Let the system fetch a part of a local file meanwhile. What fails here fails again on reading."""
+    def prefetch(self, file: FileStat, offset: int, length: int) -> None:
+        """Let the system read a part of a local file ahead. An error is reported by the read that follows."""
         if not is_remote(file.path) and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._descriptor(file), offset, length, os.POSIX_FADV_WILLNEED)
@@ -97,12 +100,12 @@ class OpenFiles:
         descriptor = self._open.get(file.path)
         if descriptor is None:
             descriptor = os.open(file.path, os.O_RDONLY)
-            state = os.fstat(descriptor)
-            if (state.st_size, str(state.st_mtime_ns)) != (file.size, file.version):
+            status = os.fstat(descriptor)
+            if (status.st_size, str(status.st_mtime_ns)) != (file.size, file.version):
                 os.close(descriptor)
                 raise OSError(f"{file.path} has changed since it was indexed")
             self._open[file.path] = descriptor
-            if len(self._open) > OPEN_FILES:
+            if len(self._open) > MAX_OPEN_FILES:
                 os.close(self._open.popitem(last=False)[1])
         else:
             self._open.move_to_end(file.path)
@@ -118,25 +121,25 @@ class OpenFiles:
     def _read_url(self, path: str, offset: int, length: int) -> bytes:
         if length <= 0:
             return b""
-        if self._process != os.getpid():  # a client's connections and threads do not survive a fork
+        if self._process != os.getpid():  # connections and threads of a client do not survive a fork
             self._systems, self._process = {}, os.getpid()
         protocol = path.partition("://")[0]
         if protocol not in self._systems:
-            self._systems[protocol] = _system(path, fresh=True)[0], protocol
-        system = self._systems[protocol][0]
+            self._systems[protocol] = _file_system(path, fresh=True)[0]
+        system = self._systems[protocol]
         try:
             return system.cat_file(system._strip_protocol(path), start=offset, end=offset + length)
         except OSError:
             raise
-        except Exception as error:  # every client has errors of its own
+        except Exception as error:  # every client has its own exceptions
             raise OSError(f"cannot read {path} ({first_line(error)})") from error
 
 
-def _system(path: str, *, fresh: bool = False) -> tuple[Any, str]:
+def _file_system(path: str, *, fresh: bool = False) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(path, skip_instance_cache=fresh)
     except (ImportError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {first_line(error)}") from error
+        raise UserError(f"cannot read {path}: {first_line(error)}", code="data.unreadable") from error
 
 
 def _expand_local(part: str) -> list[str]:
@@ -148,36 +151,36 @@ def _expand_local(part: str) -> list[str]:
 def _expand_url(part: str) -> list[str]:
     if not glob.has_magic(part) and not part.endswith("/"):
         return [part]
-    system, inside = _system(part + "*.tar" if part.endswith("/") else part)
+    system, pattern = _file_system(part + "*.tar" if part.endswith("/") else part)
     try:
-        return sorted(system.unstrip_protocol(path) for path in system.glob(inside))
-    except Exception as error:  # every client has errors of its own
-        raise UserError(f"cannot list {part} ({first_line(error)})") from error
+        return sorted(system.unstrip_protocol(path) for path in system.glob(pattern))
+    except Exception as error:  # every client has its own exceptions
+        raise UserError(f"cannot list {part} ({first_line(error)})", code="data.unreadable") from error
 
 
 def _stat_local(path: str) -> FileStat:
-    state = Path(path).stat()
+    status = Path(path).stat()
     if not Path(path).is_file():
         raise OSError("not a file")
-    return FileStat(path, state.st_size, str(state.st_mtime_ns))
+    return FileStat(path, status.st_size, str(status.st_mtime_ns))
 
 
-def _stat_url(path: str, listed: dict[str, dict[str, dict[str, Any]]]) -> FileStat:
-    """One listing of the directory serves all its shards; a server that lists nothing is asked for each."""
-    system, inside = _system(path)
+def _stat_url(path: str, listings: dict[str, dict[str, dict[str, Any]]]) -> FileStat:
+    """One listing of a directory serves all its shards; without one, each shard takes a request."""
+    system, inside = _file_system(path)
     parent = inside.rpartition("/")[0]
-    if parent not in listed:
+    if parent not in listings:
         try:
-            listed[parent] = {entry["name"]: entry for entry in system.ls(parent, detail=True)}
-        except Exception:  # not every server lists, and each says so in its own way
-            listed[parent] = {}
+            listings[parent] = {entry["name"]: entry for entry in system.ls(parent, detail=True)}
+        except Exception:  # not every server can list
+            listings[parent] = {}
     try:
-        info = listed[parent].get(inside) or system.info(inside)
+        info = listings[parent].get(inside) or system.info(inside)
     except OSError:
         raise
-    except Exception as error:  # every client has errors of its own
+    except Exception as error:  # every client has its own exceptions
         raise OSError(first_line(error)) from error
     if not info.get("size"):
-        raise OSError("it has no size")
-    version = next((str(info[key]) for key in STAMPS if info.get(key)), "")
+        raise OSError("the server gives no size")
+    version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
     return FileStat(path, int(info["size"]), version)

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,27 +14,27 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from leanclip.data.batch import Batch
-from leanclip.data.broken import EXAMPLES
 from leanclip.data.decode import Transform, naming, training_sample
-from leanclip.data.order import Once, Order, Shuffle, Visits, sample_seed
-from leanclip.data.source import BrokenSample, Source
+from leanclip.data.order import Order, Shuffle, UniformVisits, Visits, sample_seed
+from leanclip.data.source import MAX_EXAMPLES, BrokenSample, Source
 from leanclip.errors import UserError
 
-PREFETCH = 2  # batches per worker
-LOOK = 1.0  # seconds between a worker's looks at whether its parent lives
+PREFETCH_BATCHES = 2  # per worker
+PARENT_POLL_SECONDS = 1.0
 
 
 class TrainingLoader:
-    """The training batches of each epoch. Where it stands is (epoch, step), and going there reads nothing.
+    """The training batches of each epoch. Its position is (epoch, step), and it can start at any without reading.
 
-    `batch` is the global batch; `share` the slice of every one that this process reads, by default all of it.
-    `end_of_text` finds the lengths of tokenised texts, for models that run them without padding.
+    `visits` defaults to every sample once per epoch. `batch` is the global batch size, `share` the slice of each
+    global batch that this process reads, by default all of it. `end_of_text` maps tokens to caption lengths, for
+    models that skip the padding.
     """
 
     def __init__(
         self,
         source: Source,
-        ids: Sequence[int] | np.ndarray | Visits,
+        visits: Visits | None = None,
         *,
         batch: int,
         share: slice | None = None,
@@ -46,19 +46,20 @@ class TrainingLoader:
         shuffle: Shuffle = "all",
         end_of_text: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        visits = ids if isinstance(ids, Visits) else Once(ids)
+        visits = UniformVisits(len(source)) if visits is None else visits
         if len(visits) < batch:
             raise UserError(
-                f"{len(visits)} training samples do not fill one batch of {batch}; give a smaller --batch-size"
+                f"{len(visits)} training samples do not fill one batch of {batch}; give a smaller --batch-size",
+                code="data.too_few_samples",
             )
         self.batch = batch
         self.order = Order(visits, batch=batch, seed=seed, shuffle=shuffle)
-        self._steps = _Steps()
-        steps = _TrainingSteps(
+        self._sampler = _StepSampler()
+        batches = _TrainingBatches(
             source, self.order, slice(0, batch) if share is None else share, transform, tokenizer, seed, end_of_text
         )
         self._loader = _data_loader(
-            steps, sampler=self._steps, workers=workers, pin_memory=pin_memory, persistent_workers=workers > 0
+            batches, sampler=self._sampler, workers=workers, pin_memory=pin_memory, persistent_workers=workers > 0
         )
 
     @property
@@ -67,22 +68,19 @@ class TrainingLoader:
 
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from step `start` on."""
-        self._steps.steps = [(epoch, step) for step in range(start, self.steps_per_epoch)]
-        for batch in self._loader:
-            if isinstance(batch, UserError):
-                raise batch
-            yield batch
+        self._sampler.steps = [(epoch, step) for step in range(start, self.steps_per_epoch)]
+        yield from _raise_errors(self._loader)
 
 
 class _Loader(DataLoader):
-    """torch's loader, which knows better than its user how many workers to have, without that."""
+    """torch's loader without its warning about the number of workers."""
 
     def check_worker_number_rationality(self) -> None:
         pass
 
 
-class _Steps(Sampler):
-    """The steps of the current epoch; set anew for each, so that the workers live on."""
+class _StepSampler(Sampler):
+    """The steps of the current epoch. Setting them for each epoch keeps the worker processes alive."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, int]] = []
@@ -95,8 +93,8 @@ class _Steps(Sampler):
 
 
 @dataclass(frozen=True)
-class _TrainingSteps(Dataset):
-    """(epoch, step) -> this process's share of the global batch."""
+class _TrainingBatches(Dataset):
+    """Maps (epoch, step) to this process's share of the global batch."""
 
     source: Source
     order: Order
@@ -104,20 +102,20 @@ class _TrainingSteps(Dataset):
     transform: Transform
     tokenizer: Callable[..., Tensor]
     seed: int
-    end_of_text: Callable[[Tensor], Tensor] | None  # from tokens to the lengths of the texts
+    end_of_text: Callable[[Tensor], Tensor] | None  # from tokens to caption lengths
 
     def __getitem__(self, key: tuple[int, int]) -> Batch | UserError:
         try:
             return self._batch(*key)
         except UserError as error:
-            return error  # raised in a worker it would come back as a page of traceback
+            return error  # raised in a worker, it would arrive with a traceback
 
     def _batch(self, epoch: int, step: int) -> Batch:
         ids, copies = self.order.batch_ids(epoch, step)
-        images, captions, taken = [], [], []
+        images, captions, sample_ids = [], [], []
         broken: Counter[str] = Counter()
         examples: list[str] = []
-        self.source.expect([index for index in ids[self.share].tolist() if index >= 0])
+        self.source.prefetch([index for index in ids[self.share].tolist() if index >= 0])
         for slot in range(*self.share.indices(self.order.batch)):
             for index, copy in self._candidates(epoch, step, slot, int(ids[slot]), int(copies[slot])):
                 seed = sample_seed(self.seed, epoch, index, copy)
@@ -125,23 +123,24 @@ class _TrainingSteps(Dataset):
                     image, caption = training_sample(self.source, index, self.transform, seed=seed)
                 except BrokenSample as error:
                     broken[error.kind] += 1
-                    if len(examples) < EXAMPLES:
+                    if len(examples) < MAX_EXAMPLES:
                         examples.append(str(error))
                     continue
                 images.append(image)
                 captions.append(caption)
-                taken.append(index)
+                sample_ids.append(index)
                 break
             else:
                 raise UserError(
-                    f"no sample is left to stand in for a broken one ({'; '.join(examples)}): "
-                    "remove the broken samples, or give a smaller --batch-size"
+                    f"no sample is left to replace a broken one ({'; '.join(examples)}); remove the"
+                    " broken samples, or give a smaller --batch-size",
+                    code="data.no_replacement",
                 )
         tokens = self.tokenizer(captions) if captions else torch.empty(0, dtype=torch.int64)
         return Batch(
             images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
             tokens=tokens,
-            sample_ids=torch.tensor(taken, dtype=torch.int64),
+            sample_ids=torch.tensor(sample_ids, dtype=torch.int64),
             lengths=self.end_of_text(tokens) if captions and self.end_of_text is not None else None,
             broken=dict(broken),
             examples=tuple(examples),
@@ -150,13 +149,13 @@ class _TrainingSteps(Dataset):
     def _candidates(self, epoch: int, step: int, slot: int, index: int, copy: int) -> Iterator[tuple[int, int]]:
         if index >= 0:
             yield index, copy
-        for other in self.order.replacements(epoch, step, slot):
-            yield other, 0
+        for replacement in self.order.replacements(epoch, step, slot):
+            yield replacement, 0
 
 
 @dataclass(frozen=True)
 class EvaluationBatch:
-    """Some held-out samples that are whole, with all their captions."""
+    """Held-out samples with all their captions, and the samples that could not be read."""
 
     ids: list[int]
     images: Tensor  # (b, 3, H, W) uint8
@@ -175,10 +174,10 @@ class _EvaluationBatches(Dataset):
         return -(-len(self.ids) // self.batch)
 
     def __getitem__(self, number: int) -> EvaluationBatch | UserError:
-        kept, images, captions, broken = [], [], [], []
+        ids, images, captions, broken = [], [], [], []
         for index in self.ids[number * self.batch : (number + 1) * self.batch].tolist():
             try:
-                texts, content = self.source.captions(index), self.source.image_bytes(index)
+                sample_captions, content = self.source.captions(index), self.source.image_bytes(index)
                 with naming(self.source, index):
                     images.append(self.transform(content, None))
             except BrokenSample as error:
@@ -186,31 +185,36 @@ class _EvaluationBatches(Dataset):
             except UserError as error:
                 return error
             else:
-                kept.append(index)
-                captions.append(texts)
-        return EvaluationBatch(kept, torch.stack(images) if images else torch.empty(0), captions, broken)
+                ids.append(index)
+                captions.append(sample_captions)
+        return EvaluationBatch(ids, torch.stack(images) if images else torch.empty(0), captions, broken)
 
 
 def evaluation_batches(
     source: Source, ids: np.ndarray, transform: Transform, *, batch: int, workers: int
 ) -> Iterator[EvaluationBatch]:
-    """The samples in order, preprocessed as at inference. Broken ones are left out and told."""
-    for found in _data_loader(_EvaluationBatches(source, ids, transform, batch), workers=workers, pin_memory=False):
-        if isinstance(found, UserError):
-            raise found
-        yield found
+    """The samples in order, preprocessed as for inference."""
+    data = _EvaluationBatches(source, ids, transform, batch)
+    yield from _raise_errors(_data_loader(data, workers=workers, pin_memory=False))
+
+
+def _raise_errors(batches: Iterable[Any]) -> Iterator[Any]:
+    for batch in batches:
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
 
 
 def _data_loader(data: Dataset, *, workers: int, **options: Any) -> DataLoader:
-    """torch's loader with one whole batch as its unit."""
+    """torch's loader over a data set whose items are whole batches."""
     return _Loader(
         data,
         batch_size=None,
         num_workers=workers,
-        prefetch_factor=PREFETCH if workers else None,
+        prefetch_factor=PREFETCH_BATCHES if workers else None,
         collate_fn=_unchanged,
         worker_init_fn=_start_worker,
-        generator=torch.Generator(),  # else every epoch would draw a seed from the model's random numbers
+        generator=torch.Generator(),  # the default one would advance the random state of the model
         **options,
     )
 
@@ -220,20 +224,19 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    """The processes are the parallelism. What tells the run to stop is for the process that trains, not for these."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)  # the worker processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the training process handles requests to stop
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
-def _end_with_parent(parent: int) -> None:
-    """At its word: SLURM sends SIGTERM to everybody, and a launcher hands it on; only the parent's is meant for a
-    worker. Or with it: a worker that sends what nobody receives any more would stay for ever, and keep its parent's
-    connections open, so that other ranks wait for one that is dead."""
+def _exit_with_parent(parent: int) -> None:
+    """Exit on the parent's SIGTERM, not on that of SLURM or a launcher, which send it to every process; and exit when
+    the parent dies. A worker blocked in sending a batch would otherwise live on and keep copies of the parent's
+    connections open, so that other ranks would wait for a dead one."""
     while True:
-        told = signal.sigtimedwait({signal.SIGTERM}, LOOK)
-        if os.getppid() != parent or (told is not None and told.si_pid == parent):
+        received = signal.sigtimedwait({signal.SIGTERM}, PARENT_POLL_SECONDS)
+        if os.getppid() != parent or (received is not None and received.si_pid == parent):
             os._exit(0)

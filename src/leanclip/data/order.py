@@ -1,13 +1,13 @@
-"""Which samples make step t of epoch e: a pure function, the same whatever the number of ranks and workers.
+"""Which samples make step t of epoch e: a pure function, independent of the number of ranks and workers.
 
-Nothing here holds n numbers: a position is mapped to an id by computing, not by looking it up.
+No table of n entries is stored: the id at a position is computed.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -15,31 +15,33 @@ from leanclip.data.source import Part
 
 Shuffle = Literal["all", "blocks"]
 
-ROUNDS = 6
-BLOCK, WINDOW = 1024, 32  # neighbours that stay together, and how many such blocks are mixed with one another
+FEISTEL_ROUNDS = 6
+BLOCK_SAMPLES = 1024  # neighbours that stay together
+WINDOW_BLOCKS = 32  # blocks whose samples are mixed with one another
+SPLIT_KEY, FRACTION_KEY = 0x5EED, 0xFAC7  # keep these permutations apart from those of the epochs
 
 
 class Permutation:
     """A bijection of [0, n) chosen by a key, in constant memory.
 
-    A position is written as two digits of about sqrt(n) values each, and in turn each digit is shifted by a hash of
-    the other (a Feistel network). That permutes slightly more than n numbers; one that falls outside is sent on until
-    it falls inside.
+    A Feistel network: a position is written as two digits of about sqrt(n) values each, and each digit in turn is
+    shifted by a hash of the other. This permutes slightly more than n numbers; a result outside of [0, n) is permuted
+    again until it is inside (cycle walking).
     """
 
     def __init__(self, size: int, *key: int) -> None:
         self.size = size
         self.high = math.isqrt(max(size - 1, 0)) + 1
         self.low = -(-size // self.high)
-        self.keys = np.random.SeedSequence(key).generate_state(2 * ROUNDS, np.uint64)
+        self.keys = np.random.SeedSequence(key).generate_state(2 * FEISTEL_ROUNDS, np.uint64)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        found = self._once(np.asarray(positions, np.uint64))
-        while (outside := found >= self.size).any():
-            found[outside] = self._once(found[outside])
-        return found.astype(np.int64)
+        permuted = self._permute(np.asarray(positions, np.uint64))
+        while (outside := permuted >= self.size).any():
+            permuted[outside] = self._permute(permuted[outside])
+        return permuted.astype(np.int64)
 
-    def _once(self, positions: np.ndarray) -> np.ndarray:
+    def _permute(self, positions: np.ndarray) -> np.ndarray:
         high, low = np.divmod(positions, np.uint64(self.low))
         for first, second in self.keys.reshape(-1, 2):
             high = (high + _hash(low + first) % np.uint64(self.high)) % np.uint64(self.high)
@@ -48,14 +50,14 @@ class Permutation:
 
 
 class BlockPermutation:
-    """Blocks of neighbours in random order, mixed within a window of some blocks: for storage that dislikes seeks."""
+    """Blocks of neighbours in random order, mixed within a window of blocks: for storage with slow seeks."""
 
-    def __init__(self, size: int, *key: int, block: int = BLOCK, window: int = WINDOW) -> None:
+    def __init__(self, size: int, *key: int, block: int = BLOCK_SAMPLES, window: int = WINDOW_BLOCKS) -> None:
         self.size, self.key = size, key
         self.block = max(1, min(block, size // (4 * window)))
         self.span = self.block * window
         self.blocks = Permutation(size // self.block, *key, 0)
-        # Every epoch starts counting elsewhere, so that the last, smaller block is not always the same samples.
+        # Another offset for every key, so that the last, smaller block does not always hold the same samples.
         self.shift = int(np.random.SeedSequence([*key, 1]).generate_state(1, np.uint64)[0] % size)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
@@ -66,23 +68,22 @@ class BlockPermutation:
             within = Permutation(min(self.span, self.size - start), *self.key, 2, number)
             mixed[inside] = start + within(mixed[inside] - start)
         block, offset = np.divmod(mixed, self.block)
-        whole = block < self.blocks.size
-        mixed[whole] = self.blocks(block[whole]) * self.block + offset[whole]
+        complete = block < self.blocks.size
+        mixed[complete] = self.blocks(block[complete]) * self.block + offset[complete]
         return (mixed + self.shift) % self.size
 
 
 def _hash(values: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: every bit of the input moves every bit of the output."""
+    """The finaliser of SplitMix64: every input bit affects every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
-@runtime_checkable
 class Visits(Protocol):
-    """What an epoch visits, before it is shuffled: `len` slots, each with an id and the number of the copy.
+    """The visits of one epoch before shuffling: `len` slots, each with a sample id and a copy number.
 
-    The slots of copy 0 hold every id at most once.
+    `at` gives the ids and the copy numbers of slots. Among the slots of copy 0, every id occurs at most once.
     """
 
     def __len__(self) -> int: ...
@@ -90,26 +91,25 @@ class Visits(Protocol):
     def at(self, slots: np.ndarray, *, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]: ...
 
 
-class Once(Visits):
-    """Every one of some ids once."""
+class UniformVisits(Visits):
+    """Each of `count` ids once."""
 
-    def __init__(self, ids: Sequence[int] | np.ndarray | range) -> None:
-        self.ids = ids if isinstance(ids, range) else np.asarray(ids, dtype=np.int64)
+    def __init__(self, count: int) -> None:
+        self.count = count
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self.count
 
     def at(self, slots: np.ndarray, *, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        found = slots + self.ids.start if isinstance(self.ids, range) else self.ids[slots]
-        return found, np.zeros_like(slots)
+        return slots, np.zeros_like(slots)
 
 
-class Kept(Visits):
-    """What is left of `count` ids when the first `held_out` of a fixed permutation are held out."""
+class SplitVisits(Visits):
+    """Each of `count` ids once, without the first `held_out` ids of a fixed permutation."""
 
     def __init__(self, count: int, held_out: int, seed: int) -> None:
         self.count, self.held_out = count, held_out
-        self.permutation = Permutation(count, seed, 0x5EED)
+        self.permutation = Permutation(count, seed, SPLIT_KEY)
 
     def __len__(self) -> int:
         return self.count - self.held_out
@@ -121,51 +121,50 @@ class Kept(Visits):
         return np.sort(self.permutation(np.arange(self.held_out)))
 
 
-class Weighted(Visits):
-    """The ids of each part `factor` times; of a fraction, a share of the part that changes with the epoch."""
+class WeightedVisits(Visits):
+    """The ids of each part `factor` times; for a fractional factor, a random subset that changes with the epoch."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self.lanes: list[tuple[int, int, int]] = []  # first id, ids to choose from, copy
+        self.copies: list[tuple[int, int, int]] = []  # first id, number of ids to choose from, copy number
         sizes = []
         for part in parts:
-            count, copy = part.stop - part.start, 0
-            left = round(part.factor * count)
-            while left > 0:
-                self.lanes.append((part.start, count, copy))
-                sizes.append(min(left, count))
-                left, copy = left - count, copy + 1
+            count = part.stop - part.start
+            visits = round(part.factor * count)
+            for copy in range(-(-visits // count) if count else 0):
+                self.copies.append((part.start, count, copy))
+                sizes.append(min(visits - copy * count, count))
         self.sizes = np.array(sizes, np.int64)
         self.ends = np.cumsum(self.sizes)
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
+        return int(self.sizes.sum())
 
     def at(self, slots: np.ndarray, *, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        lanes = np.searchsorted(self.ends, slots, side="right")
+        numbers = np.searchsorted(self.ends, slots, side="right")
         ids, copies = np.empty_like(slots), np.empty_like(slots)
-        for lane in np.unique(lanes).tolist():
-            here, (start, count, copy) = lanes == lane, self.lanes[lane]
-            inside = slots[here] - (self.ends[lane] - self.sizes[lane])
-            if self.sizes[lane] < count:
-                inside = Permutation(count, seed, epoch, 0xFAC7, lane)(inside)
-            ids[here], copies[here] = start + inside, copy
+        for number in np.unique(numbers).tolist():
+            selected, (start, count, copy) = numbers == number, self.copies[number]
+            offsets = slots[selected] - (self.ends[number] - self.sizes[number])
+            if self.sizes[number] < count:
+                offsets = Permutation(count, seed, epoch, FRACTION_KEY, number)(offsets)
+            ids[selected], copies[selected] = start + offsets, copy
         return ids, copies
 
 
 class Order:
-    """The global batches of every epoch, and who stands in for a sample that is broken."""
+    """The global batches of every epoch, and the replacements of broken samples."""
 
     def __init__(self, visits: Visits, *, batch: int, seed: int, shuffle: Shuffle = "all") -> None:
         self.visits, self.batch, self.seed, self.shuffle = visits, batch, seed, shuffle
-        self.repeats = isinstance(visits, Weighted)
+        self.repeats = isinstance(visits, WeightedVisits)
 
     @property
     def steps(self) -> int:
-        """Steps an epoch: a last batch that is not full is left out."""
+        """Steps per epoch; an incomplete last batch is dropped."""
         return len(self.visits) // self.batch
 
     def batch_ids(self, epoch: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a global batch and their copies. An id that a weighted source repeats within the batch is -1."""
+        """The ids of a global batch and their copy numbers. A repeated id within the batch becomes -1."""
         ids, copies = self._at(epoch, np.arange(step * self.batch, (step + 1) * self.batch))
         if self.repeats:
             first = np.zeros(self.batch, bool)
@@ -174,16 +173,16 @@ class Order:
         return ids, copies
 
     def replacements(self, epoch: int, step: int, slot: int) -> Iterator[int]:
-        """The ids that may take a slot of a step, in order: those that hold the same slot in the steps after it.
+        """The ids that may replace the sample in a slot of a step, in order: the ids in this slot of later steps.
 
-        Different slots of a batch get different ids this way, whoever asks, so ranks need not talk about it.
+        Different slots of a batch get different ids, so the ranks need no communication.
         """
-        taken = set(self.batch_ids(epoch, step)[0].tolist()) if self.repeats else set()
-        others = ((step + ahead) % self.steps * self.batch + slot for ahead in range(1, self.steps))
-        leftover = range(self.steps * self.batch + slot, len(self.visits))[:1]
-        for position in chain(others, leftover):
+        used = set(self.batch_ids(epoch, step)[0].tolist()) if self.repeats else set()
+        later = ((step + distance) % self.steps * self.batch + slot for distance in range(1, self.steps))
+        dropped = range(self.steps * self.batch + slot, len(self.visits))[:1]
+        for position in chain(later, dropped):
             ids, copies = self._at(epoch, np.array([position]))
-            if copies[0] == 0 and int(ids[0]) not in taken:
+            if copies[0] == 0 and int(ids[0]) not in used:
                 yield int(ids[0])
 
     def _at(self, epoch: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -193,10 +192,9 @@ class Order:
 
 @lru_cache(maxsize=4)
 def _permutation(size: int, seed: int, epoch: int, shuffle: Shuffle) -> Permutation | BlockPermutation:
-    kind = BlockPermutation if shuffle == "blocks" else Permutation
-    return kind(size, seed, epoch)
+    return (BlockPermutation if shuffle == "blocks" else Permutation)(size, seed, epoch)
 
 
 def sample_seed(seed: int, epoch: int, sample_id: int, copy: int = 0) -> int:
-    """A seed for everything random about one visit to a sample: caption choice, augmentation."""
+    """The seed of one visit to a sample: it determines the caption and the augmentation."""
     return int(np.random.SeedSequence([seed, epoch, sample_id, copy]).generate_state(1, np.uint64)[0])

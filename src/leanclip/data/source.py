@@ -1,25 +1,61 @@
-"""What the loader asks of a data set, whatever its form."""
+"""The interface between a data set and the loader, broken samples, and what sources of the user's own files share."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol
 
-NO_BROKEN: Mapping[str, int] = {}
+from leanclip.errors import UserError, first_line
+
+Manifest = list[dict[str, str | int]]
+"""The files that fix the sample ids of a run, in the order of the ids."""
+
+MIN_COUNTED_SAMPLES = 1000  # the broken share is taken of at least this many, so that one early sample stops nothing
+MAX_EXAMPLES = 3  # messages kept for each count of broken samples
 
 
-class BrokenSample(Exception):  # noqa: N818 - it is a verdict on a sample
-    """One sample cannot be used: the loader takes another in its place and counts the kind."""
+class BrokenSample(Exception):  # noqa: N818 - the loader handles it, it is not an error of the run
+    """One sample cannot be used. The loader replaces it and counts its kind."""
 
     def __init__(self, kind: str, message: str) -> None:
-        super().__init__(kind, message)  # both, so that the error survives the way out of a worker
+        super().__init__(kind, message)  # both arguments, so that pickling keeps them
         self.kind, self.message = kind, message
 
     def __str__(self) -> str:
         return self.message
 
 
+class BrokenCount:
+    """How many samples were read and how many of them were broken, by kind."""
+
+    def __init__(self, max_share: float, *, seen: int = 0, kinds: Mapping[str, int] | None = None) -> None:
+        """`seen` and `kinds` are the counts of a resumed run."""
+        self.max_share, self.seen = max_share, seen
+        self.kinds: Counter[str] = Counter(kinds or {})
+        self.examples: list[str] = []
+
+    def add(self, good: int, broken: Mapping[str, int], examples: Iterable[str] = ()) -> None:
+        """Count, and raise a UserError when the broken share exceeds `max_share`."""
+        self.kinds.update(broken)
+        self.seen += good + sum(broken.values())
+        self.examples += list(examples)[: MAX_EXAMPLES - len(self.examples)]
+        total = sum(self.kinds.values())
+        if total > self.max_share * max(self.seen, MIN_COUNTED_SAMPLES):
+            kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
+            examples = f", for example: {'; '.join(self.examples)}" if self.examples else ""
+            raise UserError(
+                f"{total} of {self.seen} samples are broken, more than --max-broken {self.max_share:g}"
+                f" ({kinds}){examples}",
+                code="data.too_many_broken",
+            )
+
+    def metrics(self) -> dict[str, int]:
+        return {f"broken_{kind.replace(' ', '_')}": count for kind, count in self.kinds.items()}
+
+
 class Part(NamedTuple):
-    """Consecutive ids that an epoch visits equally often."""
+    """Consecutive ids that an epoch visits `factor` times each."""
 
     start: int
     stop: int
@@ -27,55 +63,94 @@ class Part(NamedTuple):
 
 
 class Source(Protocol):
-    """Samples with the ids 0 to len - 1. Inherit from it: what has a body here is the usual case.
+    """Samples with the ids 0 to len - 1. Inherit from it to get the default methods.
 
-    One bad sample raises BrokenSample when it is read; what should end the run raises UserError. A source is pickled
-    into the workers, so open files stay behind.
+    `image_bytes` is the encoded image, `captions` all captions (at least one, none empty), `name` the name of the
+    sample in messages, which never raises. A sample that cannot be read raises BrokenSample; an error that must end
+    the run raises UserError. A source is pickled into the workers, without its open files.
     """
 
     def __len__(self) -> int: ...
 
-    def image_bytes(self, index: int) -> bytes:
-        """The encoded image."""
-        ...
+    def image_bytes(self, index: int) -> bytes: ...
 
-    def captions(self, index: int) -> list[str]:
-        """All captions: at least one, none of them empty."""
-        ...
+    def captions(self, index: int) -> list[str]: ...
 
-    def name(self, index: int) -> str:
-        """How messages call the sample. Never raises."""
-        ...
+    def name(self, index: int) -> str: ...
 
-    def caption(self, index: int, draw: random.Random) -> str:
-        """The caption to train on this time."""
-        return pick(self.captions(index), None, draw)
+    def caption(self, index: int, rng: random.Random) -> str:
+        """The caption to train on in this visit."""
+        return pick_caption(self.captions(index), None, rng)
 
-    def expect(self, indices: Sequence[int]) -> None:
-        """These samples are read next: a chance to ask the storage for all of them at once."""
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Request these samples from the storage before they are read."""
 
     @property
     def broken(self) -> Mapping[str, int]:
-        """What was left out when the source was opened, by kind. It has no ids."""
-        return NO_BROKEN
+        """Samples that were left out when the source was opened, by kind. They have no ids."""
+        return {}
 
     @property
     def parts(self) -> Sequence[Part]:
-        """How often an epoch visits which ids."""
         return [Part(0, len(self), 1.0)]
 
-    def manifest(self) -> list[dict[str, str | int]] | None:
-        """What fixes the ids of a run, one entry per file in the order of the ids; None if nothing needs to."""
+    def manifest(self) -> Manifest | None:
+        """The files that fix the ids; None for a source without files."""
         return None
 
 
-def pick(captions: list[str], weights: Sequence[float] | None, draw: random.Random) -> str:
-    """One of the captions, as likely as its weight. Only `random()` is drawn: all Python versions agree on it."""
-    at = draw.random() * (len(captions) if weights is None else sum(weights))
+def pick_caption(captions: list[str], weights: Sequence[float] | None, rng: random.Random) -> str:
+    """One caption, drawn by weight. Only `random()` is used, which gives the same values in every Python version."""
+    draw = rng.random() * (len(captions) if weights is None else sum(weights))
     if weights is None:
-        return captions[int(at)]
+        return captions[int(draw)]
     for caption, weight in zip(captions, weights, strict=True):
-        at -= weight
-        if at < 0:
+        draw -= weight
+        if draw < 0:
             return caption
     return captions[-1]
+
+
+class Packable(Source):
+    """A source that `leanclip data pack` can read. Its files belong to the user and may change between two runs."""
+
+    notes: tuple[str, ...] = ()
+    """Remarks for the summary."""
+
+    def identity(self) -> str:
+        """Changes when the files that list the samples change, or the columns that are read."""
+        raise NotImplementedError
+
+
+def file_identity(path: Path) -> str:
+    status = path.stat()
+    return f"{path.name} {status.st_size} {status.st_mtime_ns}"
+
+
+def read_image(folder: Path, path: str, name: str) -> bytes:
+    """The bytes of an image file; a relative path counts from `folder`."""
+    if not path.strip():
+        raise BrokenSample("no image", f"{name} names no image")
+    try:
+        content = (folder / path).read_bytes()
+    except (OSError, ValueError) as error:
+        raise BrokenSample("no image", f"{name}: cannot read {folder / path} ({first_line(error)})") from error
+    if not content:
+        raise BrokenSample("empty", f"{name}: {folder / path} has no bytes")
+    return content
+
+
+def clean_captions(captions: Iterable[str], name: str) -> list[str]:
+    """The captions, stripped, without empty ones; at least one."""
+    stripped = [caption.strip() for caption in captions]
+    if not stripped:
+        raise BrokenSample("no caption", f"{name} has no caption")
+    if not any(stripped):
+        raise BrokenSample("empty", f"the caption of {name} is empty")
+    return [caption for caption in stripped if caption]
+
+
+def refuse_outside(path: str, name: str) -> None:
+    """A list is often downloaded: it may name files below its folder and no others."""
+    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+        raise BrokenSample("escaping path", f"{name}: {path} is outside the folder; only files below it may be named")

@@ -1,4 +1,4 @@
-"""Made-up samples in any number, without a file: the same batches for measuring how fast everything else is."""
+"""Generated samples without files, for measuring the speed of everything except reading."""
 
 import functools
 import io
@@ -7,28 +7,28 @@ import random
 import numpy as np
 from PIL import Image
 
-from leanclip.data.file_source import Packable
+from leanclip.data.source import Packable
 from leanclip.errors import UserError
 
 PREFIX = "synthetic:"
-SIDE = 256  # pixels of the raw images: what is left to do is the crop
-NOISE_BYTES = 1 << 20  # a stretch of these is an image: drawing new ones would be what is measured
+RAW_SIDE = 256  # pixels, of the uncompressed images
+NOISE_BYTES = 1 << 20  # every image is a slice of these; generating new noise would dominate the measurement
 JPEG_SIZE = (500, 375)
-PICTURES = 64  # different JPEGs, for the same reason
-WORDS = [  # each is one token
+DISTINCT_JPEGS = 64  # for the same reason
+WORDS = [  # one token each
     "a", "the", "of", "in", "on", "with", "and", "at", "by", "near", "old", "new", "red", "blue", "green",
     "white", "black", "small", "big", "young", "two", "three", "man", "woman", "dog", "cat", "bird", "horse",
     "car", "boat", "train", "house", "street", "park", "beach", "table", "city", "water", "sky", "tree",
     "flower", "field", "snow", "light", "night", "day", "sitting", "standing", "walking", "playing", "looking",
     "holding", "running", "wearing", "food", "wall",
 ]  # fmt: skip
-WORD_COUNTS = range(6, 22)  # 8 to 23 tokens with start and end, as captions from the web
+WORD_COUNTS = range(6, 22)  # 8 to 23 tokens with start and end, like captions from the web
 
 
 class Synthetic(Packable):
-    """Noise and words; image and caption of an id are always the same.
+    """Noise images with random words; the same id always gives the same sample.
 
-    Images come uncompressed, which costs next to nothing to decode, or as JPEGs of the size of the web's photographs.
+    Images are uncompressed, which makes decoding cheap, or JPEGs of a size that is common on the web.
     """
 
     def __init__(self, count: int, *, jpeg: bool = False) -> None:
@@ -39,17 +39,17 @@ class Synthetic(Packable):
 
     def image_bytes(self, index: int) -> bytes:
         if self.jpeg:
-            content = _picture(index % PICTURES)
+            content = _jpeg(index % DISTINCT_JPEGS)
             comment = b"\xff\xfe\x00\x0a" + index.to_bytes(8, "big")  # no two samples have the same bytes
             return content[:2] + comment + content[2:]
         start = index * 7919 % NOISE_BYTES
-        pixels = _noise()[start : start + SIDE * SIDE * 3 - 8]
-        return b"P6 %d %d 255\n%b%b" % (SIDE, SIDE, index.to_bytes(8, "big"), pixels)
+        pixels = _noise()[start : start + RAW_SIDE * RAW_SIDE * 3 - 8]
+        return b"P6 %d %d 255\n%b%b" % (RAW_SIDE, RAW_SIDE, index.to_bytes(8, "big"), pixels)
 
     def captions(self, index: int) -> list[str]:
-        draw = random.Random(index)
-        words = WORD_COUNTS[int(draw.random() * len(WORD_COUNTS))]
-        return [" ".join(WORDS[int(draw.random() * len(WORDS))] for _ in range(words))]
+        rng = random.Random(index)
+        words = WORD_COUNTS[int(rng.random() * len(WORD_COUNTS))]
+        return [" ".join(WORDS[int(rng.random() * len(WORDS))] for _ in range(words))]
 
     def name(self, index: int) -> str:
         return f"{index} of {self.identity()}"
@@ -62,18 +62,19 @@ def open_synthetic(data: str) -> Synthetic:
     """From `synthetic:N` or `synthetic:N:jpeg`."""
     count, _, form = data.removeprefix(PREFIX).partition(":")
     if not count.isdecimal() or not int(count) or form not in ("", "jpeg"):
-        raise UserError(f"cannot read {data!r}; write {PREFIX}N or {PREFIX}N:jpeg, N being the number of samples")
+        message = f"cannot read {data!r}; write {PREFIX}N or {PREFIX}N:jpeg, with N the number of samples"
+        raise UserError(message, code="data.bad_synthetic")
     return Synthetic(int(count), jpeg=form == "jpeg")
 
 
 @functools.cache
 def _noise() -> bytes:
-    return np.random.default_rng(0).bytes(NOISE_BYTES + SIDE * SIDE * 3)
+    return np.random.default_rng(0).bytes(NOISE_BYTES + RAW_SIDE * RAW_SIDE * 3)
 
 
 @functools.cache
-def _picture(number: int) -> bytes:
-    """Noise that is smooth enough to compress as a photograph does."""
+def _jpeg(number: int) -> bytes:
+    """Smooth noise, which compresses like a photograph."""
     width, height = JPEG_SIZE
     coarse = np.random.default_rng(number).integers(0, 256, (height // 6, width // 6, 3), dtype=np.uint8)
     file = io.BytesIO()

@@ -1,5 +1,6 @@
-"""One walk over the headers of a tar shard: where the files of each sample lie. Payloads are skipped, not read."""
+"""Indexing a tar shard: one walk over its headers gives the position of every file. Contents are not read."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -7,69 +8,93 @@ from zlib import adler32
 
 import numpy as np
 
-BLOCK = 512
-NEAR, FAR = 1 << 20, 1 << 13  # bytes read ahead where headers stand close together, and where they do not
-FAR_APART = 1 << 15
-LONGEST_NAME = 1 << 16
-ADLER = 65521
-MOST_CHECKSUMS = 1 << 16
+from leanclip.data.files import FileStat, OpenFiles, is_remote
+from leanclip.errors import UserError, first_line
+from leanclip.progress import ACTIVITY
+
+BLOCK = 512  # bytes
+DENSE_READ_BYTES, SPARSE_READ_BYTES = 1 << 20, 1 << 13  # read at once where files are small, and where they are large
+SPARSE_GAP_BYTES = 1 << 15  # files are large when the next header lies this far behind the buffer
+REMOTE_READ_BYTES = 8 << 20  # a request takes longer than the contents that a smaller one would skip
+MAX_METADATA_BYTES = 1 << 16  # of a long name, a pax header or a label file
+MAX_CACHED_CHECKSUMS = 1 << 16
+ADLER_MODULUS = 65521
 _REGULAR = b"\x0007"
-_NO_DATA = b"123456"  # links, devices and directories
+_NO_CONTENT = b"123456"  # links, devices and directories
 
 IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp")
-TEXT_ENDINGS = ("txt", "json")
-_ENDINGS = {ending.encode(): number for number, ending in enumerate(IMAGE_ENDINGS + TEXT_ENDINGS)}
-_TXT = len(IMAGE_ENDINGS)
-_IMAGES, _TEXTS = (1 << _TXT) - 1, 3 << _TXT
+_ENDINGS = {ending.encode(): number for number, ending in enumerate((*IMAGE_ENDINGS, "txt", "json"))}
+_TXT_NUMBER = len(IMAGE_ENDINGS)
+_ANY_IMAGE, _ANY_CAPTION = (1 << _TXT_NUMBER) - 1, 3 << _TXT_NUMBER  # bits of the endings
 SLASH = ord("/")
-# Columns of the table, in pairs: the block where the file begins (0: there is none) and its bytes.
+# Columns of the table, in pairs: the first block of the file (0: no such file) and its size in bytes.
 IMAGE, TXT, JSON, COLUMNS = 0, 2, 4, 6
-_COLUMN = (*(IMAGE for _ in IMAGE_ENDINGS), TXT, JSON)
+_COLUMN = (*(IMAGE for _ in IMAGE_ENDINGS), TXT, JSON)  # by the number of the ending
+
+Read = Callable[[int, int], bytes]  # offset, length
 
 
 class Scan(NamedTuple):
-    """What one shard holds."""
+    """The content of one shard."""
 
     table: np.ndarray  # (samples, COLUMNS) uint32
     broken: Counter[str]  # samples that cannot be used, by kind
-    stamp: int  # of all headers: names, sizes and times
+    stamp: int  # a hash of all headers: names, sizes and times
 
 
-class _Damaged(Exception):  # noqa: N818 - carries no message
-    """A block that should be a header and is none."""
+class TarReader:
+    """Buffered reads of a tar. Without `read_bytes`, more is read at once where headers are close together."""
 
-
-class _Window:
-    """Reads of a file through a buffer that grows where headers stand close together."""
-
-    def __init__(self, read: Callable[[int, int], bytes], size: int, *, ahead: int | None) -> None:
-        self.read, self.size, self.ahead = read, size, ahead
+    def __init__(self, read: Read, size: int, *, read_bytes: int | None = None) -> None:
+        self.read, self.size, self.read_bytes = read, size, read_bytes
         self.start, self.buffer = 0, b""
 
-    def get(self, at: int, length: int) -> bytes:
-        offset = at - self.start
+    def get(self, position: int, length: int) -> bytes:
+        offset = position - self.start
         if offset < 0 or offset + length > len(self.buffer):
-            near = at - self.start - len(self.buffer) < FAR_APART
-            ahead = self.ahead or (NEAR if near else FAR)
-            self.start, self.buffer, offset = at, self.read(at, max(length, ahead)), 0
+            dense = offset - len(self.buffer) < SPARSE_GAP_BYTES
+            read_bytes = self.read_bytes or (DENSE_READ_BYTES if dense else SPARSE_READ_BYTES)
+            self.start, self.buffer, offset = position, self.read(position, max(length, read_bytes)), 0
         return self.buffer[offset : offset + length]
 
 
-def compression_of(start: bytes) -> str | None:
-    """The command that unpacks a compressed file, by its first bytes."""
-    magic = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ\x00": "unxz", b"\x28\xb5\x2f\xfd": "unzstd --rm"}
-    return next((command for first, command in magic.items() if start.startswith(first)), None)
+@contextlib.contextmanager
+def open_tar(file: FileStat) -> Iterator[TarReader]:
+    """A reader of one shard. A compressed or unreadable shard raises a UserError."""
+    files = OpenFiles()
+
+    def read(offset: int, length: int) -> bytes:
+        content = files.read(file, offset, length)
+        ACTIVITY.still_working()  # on a slow disk one shard takes long
+        return content
+
+    try:
+        if command := _decompressor(read(0, BLOCK)):
+            raise UserError(
+                f"{file.path} is compressed and cannot be read by position; decompress it: {command} {file.path}",
+                code="data.compressed",
+            )
+        yield TarReader(read, file.size, read_bytes=REMOTE_READ_BYTES if is_remote(file.path) else None)
+    except OSError as error:
+        raise UserError(f"cannot read {file.path} ({first_line(error)})", code="data.unreadable") from error
+    finally:
+        files.close()
 
 
-def scan(read: Callable[[int, int], bytes], size: int, *, ahead: int | None = None) -> Scan:
-    """Index the samples of a tar given by `read(offset, length)`; `ahead` fixes how much is read at once."""
-    samples: dict[bytes, list[int]] = {}
+def _decompressor(start: bytes) -> str | None:
+    commands = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ\x00": "unxz", b"\x28\xb5\x2f\xfd": "unzstd --rm"}
+    return next((command for magic, command in commands.items() if start.startswith(magic)), None)
+
+
+def scan(reader: TarReader) -> Scan:
+    """Index the samples of a tar."""
+    samples: dict[bytes, list[int]] = {}  # by key: the bits of the endings found, then a row of the table
     broken: Counter[str] = Counter()
-    repeated: set[bytes] = set()
+    duplicates: set[bytes] = set()
     escaping: set[bytes] = set()
-    walk = _Walk(_Window(read, size, ahead=ahead), size, broken)
+    walk = _Walk(reader, broken)
     last_key, sample = None, []
-    for name, at, length in walk:
+    for name, position, size in walk:
         directory, slash, base = name.rpartition(b"/")
         stem, _, ending = base.partition(b".")
         number = _ENDINGS.get(ending)
@@ -85,159 +110,135 @@ def scan(read: Callable[[int, int], bytes], size: int, *, ahead: int | None = No
                 samples[key] = sample = [0] * (1 + COLUMNS)
         bit = 1 << number
         if sample[0] & bit:
-            repeated.add(key)
+            duplicates.add(key)
             continue
-        if number >= _TXT or not sample[0] & (bit - 1):  # of several images, the ending that is named first
+        if number >= _TXT_NUMBER or not sample[0] & (bit - 1):  # of several images, the first in IMAGE_ENDINGS
             column = 1 + _COLUMN[number]
-            sample[column], sample[column + 1] = at // BLOCK, length
+            sample[column], sample[column + 1] = position // BLOCK, size
         sample[0] |= bit
-    flat: list[int] = []
+    values: list[int] = []
     for sample in samples.values():
-        if not sample[0] & _IMAGES:
+        if not sample[0] & _ANY_IMAGE:
             broken["no image"] += 1
-        elif not sample[0] & _TEXTS:
+        elif not sample[0] & _ANY_CAPTION:
             broken["no caption"] += 1
         elif max(sample) >= 1 << 32:
             broken["huge"] += 1
         else:
-            flat += sample[1:]
-    broken["duplicate key"] += len(repeated)
+            values += sample[1:]
+    broken["duplicate key"] += len(duplicates)
     broken["escaping path"] += len(escaping)
-    table = np.array(flat, np.uint32).reshape(-1, COLUMNS)
-    return Scan(table, +broken, walk.stamp)
+    return Scan(np.array(values, np.uint32).reshape(-1, COLUMNS), +broken, walk.stamp)
 
 
-def files_in(
-    read: Callable[[int, int], bytes], size: int, *, contents_of: str, ahead: int | None = None
-) -> Iterator[tuple[str, int, int, bytes]]:
-    """(name, offset, length, content) of every regular file; the content only of those with this ending."""
-    window = _Window(read, size, ahead=ahead)
-    for name, at, length in _Walk(window, size, Counter()):
+def files_in(reader: TarReader, *, contents_of: str) -> Iterator[tuple[str, int, int, bytes]]:
+    """(name, offset, size, content) of every regular file; the content only of small files with this ending."""
+    for name, position, size in _Walk(reader, Counter()):
         text = name.decode("utf-8", "replace")
-        small = text.endswith(contents_of) and length <= LONGEST_NAME
-        yield text, at, length, window.get(at, length) if small else b""
+        with_content = text.endswith(contents_of) and size <= MAX_METADATA_BYTES
+        yield text, position, size, reader.get(position, size) if with_content else b""
 
 
-def name_before(read: Callable[[int, int], bytes], block: int) -> str:
+def name_before(read: Read, block: int) -> str:
     """The key of the sample whose file begins at a block, from the header before it."""
-    name = _name(read((block - 1) * BLOCK, BLOCK))
-    directory, slash, base = name.rpartition(b"/")
+    directory, slash, base = _name(read((block - 1) * BLOCK, BLOCK)).rpartition(b"/")
     return (directory + slash + base.partition(b".")[0]).decode("utf-8", "replace")
 
 
 class _Walk:
-    """(name, offset, length) of every regular file. After damage it goes on at the next header it finds."""
+    """(name, offset, size) of every regular file. After damage it continues at the next valid header."""
 
-    def __init__(self, window: _Window, size: int, broken: Counter[str]) -> None:
-        self.window, self.size, self.broken = window, size, broken
+    def __init__(self, reader: TarReader, broken: Counter[str]) -> None:
+        self.reader, self.size, self.broken = reader, reader.size, broken
         self.stamp = 0
 
     def __iter__(self) -> Iterator[tuple[bytes, int, int]]:
-        position: int | None
-        position, name, length = 0, None, None  # the latter two from a header that speaks of the next one
-        get, size, stamp = self.window.get, self.size, 0
-        while position < size:
+        position, name, size = 0, None, None  # an extension header sets the name or the size of the next file
+        get, stamp = self.reader.get, 0
+        while position < self.size:
             header = get(position, BLOCK)
             if len(header) < BLOCK:
-                self.broken["truncated"] += 1
-                return
-            total, declared = adler32(header), 0
-            try:
-                checksum, field = _CHECKSUMS[header[148:156]]
-                declared = int(header[124:135], 8)
-                # The low half of Adler-32 is 1 plus the sum of the bytes, modulo 65521, at the speed of C.
-                sound = not ((total & 0xFFFF) - field - checksum) % ADLER and declared >= 0 and header[135] in b"\0 "
-            except ValueError:
-                sound = False  # or written in another way
-            if not sound:
-                if not header[0] and not any(header):
-                    position = self._after_zeros(position)
-                    if position is not None or name is not None:
-                        self.broken["header"] += 1  # a hole, or tars strung together: nobody can tell
-                    if position is None:
-                        return
-                    name, length = None, None
-                    continue
-                try:
-                    declared = _check(header)
-                except _Damaged:
-                    self.broken["header"] += 1
-                    position, name, length = self._next_header(position + BLOCK), None, None
-                    continue
-            self.stamp = stamp = (stamp * 1_000_003 ^ total) & 0xFFFF_FFFF_FFFF_FFFF
-            kind, data = header[156], position + BLOCK
+                break
+            adler = adler32(header)
+            content_size = _size(header, adler)
+            if content_size is None:
+                zeros = not header[0] and not any(header)
+                following = self._after_zeros(position) if zeros else self._next_header(position + BLOCK)
+                if not zeros or following is not None or name is not None:
+                    self.broken["header"] += 1  # zeros before the end: a hole, or concatenated tars
+                if following is None:
+                    return
+                position, name, size = following, None, None
+                continue
+            self.stamp = stamp = (stamp * 1_000_003 ^ adler) & 0xFFFF_FFFF_FFFF_FFFF
+            kind, start = header[156], position + BLOCK
+            if kind in _NO_CONTENT:
+                content_size = 0
+            elif kind in _REGULAR and size is not None:
+                content_size = size
+            if start + content_size > self.size:
+                break
             if kind in _REGULAR:
-                actual = declared if length is None else length
-                if data + actual > size:
-                    self.broken["truncated"] += 1
-                    return
-                yield name or _name(header), data, actual
-                position, name, length = data + (actual + BLOCK - 1) // BLOCK * BLOCK, None, None
-            elif kind in _NO_DATA:
-                position, name, length = data, None, None
-            else:
-                if data + declared > size:
-                    self.broken["truncated"] += 1
-                    return
-                if kind in b"xL" and declared <= LONGEST_NAME:
-                    body = get(data, declared)
-                    if kind == ord("L"):
-                        name = body.rstrip(b"\0")
-                    elif b"path=" in body or b"size=" in body:
-                        fields = _pax(body)
-                        name = fields.get(b"path", name)
-                        length = _number(fields.get(b"size", b""), length)
-                position = data + (declared + BLOCK - 1) // BLOCK * BLOCK
-        self.broken["truncated"] += 1  # there was no end marker: the file was cut between two members
+                yield name or _name(header), start, content_size
+            if kind in _REGULAR or kind in _NO_CONTENT:
+                name, size = None, None
+            elif kind in b"xL" and content_size <= MAX_METADATA_BYTES:
+                content = get(start, content_size)
+                if kind == ord("L"):
+                    name = content.rstrip(b"\0")
+                elif b"path=" in content or b"size=" in content:
+                    fields = _pax_fields(content)
+                    name, size = fields.get(b"path", name), _number(fields.get(b"size", b""), size)
+            position = start + (content_size + BLOCK - 1) // BLOCK * BLOCK
+        self.broken["truncated"] += 1  # no end marker was found
 
     def _after_zeros(self, position: int) -> int | None:
-        """Where the zeros of an end marker stop, if anything stands behind them."""
+        """The first block behind the zeros of an end marker that is not zero."""
         for start, blocks in self._blocks(position):
-            filled = blocks.any(axis=1)
-            if filled.any():
-                return start + int(filled.argmax()) * BLOCK
+            nonzero = blocks.any(axis=1)
+            if nonzero.any():
+                return start + int(nonzero.argmax()) * BLOCK
         return None
 
     def _next_header(self, position: int) -> int:
+        magic = np.frombuffer(b"ustar", np.uint8)
         for start, blocks in self._blocks(position):
-            for number in np.flatnonzero((blocks[:, 257:262] == np.frombuffer(b"ustar", np.uint8)).all(axis=1)):
-                try:
-                    _check(blocks[number].tobytes())
-                except _Damaged:
-                    continue
-                return start + int(number) * BLOCK
+            for number in np.flatnonzero((blocks[:, 257:262] == magic).all(axis=1)):
+                header = blocks[number].tobytes()
+                if _size(header, adler32(header)) is not None:
+                    return start + int(number) * BLOCK
         return self.size
 
     def _blocks(self, position: int) -> Iterator[tuple[int, np.ndarray]]:
-        for start in range(position, self.size, NEAR):
-            piece = self.window.read(start, NEAR)
-            yield start, np.frombuffer(piece[: len(piece) // BLOCK * BLOCK], np.uint8).reshape(-1, BLOCK)
+        for start in range(position, self.size, DENSE_READ_BYTES):
+            content = self.reader.read(start, DENSE_READ_BYTES)
+            yield start, np.frombuffer(content[: len(content) // BLOCK * BLOCK], np.uint8).reshape(-1, BLOCK)
 
 
 class _Checksums(dict[bytes, tuple[int, int]]):
-    """The number in a checksum field, and by how much the field itself makes the sum of a header differ from it."""
+    """The number in a checksum field, and what the field itself adds to Adler-32 of the header."""
 
     def __missing__(self, field: bytes) -> tuple[int, int]:
-        found = int(field.rstrip(b" \0"), 8), 1 + sum(field) - 8 * ord(" ")
-        if len(self) < MOST_CHECKSUMS:
-            self[field] = found
-        return found
+        values = int(field.rstrip(b" \0"), 8), 1 + sum(field) - 8 * ord(" ")
+        if len(self) < MAX_CACHED_CHECKSUMS:
+            self[field] = values
+        return values
 
 
 _CHECKSUMS = _Checksums()
 
 
-def _check(header: bytes) -> int:
-    """The size in a header whose checksum holds."""
+def _size(header: bytes, adler: int) -> int | None:
+    """The size in a header; None if the checksum does not match."""
     try:
-        stored, field = _CHECKSUMS[header[148:156]]
+        checksum, field = _CHECKSUMS[header[148:156]]
         size = header[124:136]
-        length = int.from_bytes(size[1:], "big") if size[0] == 0x80 else int(size.rstrip(b" \0") or b"0", 8)
+        number = int.from_bytes(size[1:], "big") if size[0] == 0x80 else int(size.rstrip(b" \0") or b"0", 8)
     except ValueError:
-        raise _Damaged from None
-    if ((adler32(header) & 0xFFFF) - field - stored) % ADLER or length < 0:
-        raise _Damaged
-    return length
+        return None
+    # The low half of Adler-32 is 1 plus the sum of the bytes modulo 65521, computed at the speed of C.
+    matches = not ((adler & 0xFFFF) - field - checksum) % ADLER_MODULUS
+    return number if matches and number >= 0 else None
 
 
 def _name(header: bytes) -> bytes:
@@ -247,19 +248,19 @@ def _name(header: bytes) -> bytes:
     return name
 
 
-def _pax(body: bytes) -> dict[bytes, bytes]:
-    """Records of the form `LENGTH KEY=VALUE\\n`; what does not parse ends the list."""
+def _pax_fields(content: bytes) -> dict[bytes, bytes]:
+    """Records of the form `LENGTH KEY=VALUE\\n`, up to the first that does not parse."""
     fields: dict[bytes, bytes] = {}
-    while body:
-        digits, _, _ = body.partition(b" ")
+    while content:
+        digits, _, _ = content.partition(b" ")
         length = _number(digits, 0)
-        key, equals, value = body[len(digits) + 1 : length].partition(b"=")
+        key, equals, value = content[len(digits) + 1 : length].partition(b"=")
         if not equals:
             break
         fields[key] = value.rstrip(b"\n")
-        body = body[length:]
+        content = content[length:]
     return fields
 
 
-def _number(digits: bytes, otherwise: int | None) -> int | None:
-    return int(digits) if digits.isdigit() and len(digits) < 20 else otherwise
+def _number(digits: bytes, default: int | None) -> int | None:
+    return int(digits) if digits.isdigit() and len(digits) < 20 else default

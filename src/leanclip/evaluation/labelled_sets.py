@@ -13,8 +13,7 @@ import numpy as np
 from leanclip.data import BrokenSample, Source
 from leanclip.data.datasets import BUNDLED
 from leanclip.data.files import FileStat, OpenFiles, expand, is_remote, stat_all
-from leanclip.data.index import REMOTE_CHUNK
-from leanclip.data.tar import IMAGE_ENDINGS, compression_of, files_in
+from leanclip.data.tar import IMAGE_ENDINGS, files_in, open_tar
 from leanclip.errors import UserError
 from leanclip.models import imagenet_classnames
 from leanclip.packing.folder import IMAGE_SUFFIXES
@@ -247,18 +246,10 @@ def _scan(files: list[FileStat], known: Mapping[str, str] | None = None) -> _Fou
     """All images with a label: that of their .cls, or one that is known by the sample's key."""
     places, labels, left_out = [], [], 0
     for number, file in enumerate(files):
-        reader = OpenFiles()
         images: dict[str, _Place] = {}
         texts: dict[str, str] = dict(known or {})
-        try:
-            if command := compression_of(reader.read(file, 0, 512)):
-                raise UserError(f"{file.path} is compressed; unpack it: {command} {file.path}")
-            for name, offset, length, content in files_in(
-                lambda offset, length, file=file, reader=reader: reader.read(file, offset, length),
-                file.size,
-                contents_of=".cls",
-                ahead=REMOTE_CHUNK if is_remote(file.path) else None,
-            ):
+        with open_tar(file) as reader:
+            for name, offset, length, content in files_in(reader, contents_of=".cls"):
                 directory, slash, base = name.rpartition("/")
                 stem, _, ending = base.partition(".")
                 if ending.lower() in IMAGE_ENDINGS:
@@ -267,11 +258,6 @@ def _scan(files: list[FileStat], known: Mapping[str, str] | None = None) -> _Fou
                     )
                 elif ending == "cls":
                     texts[directory + slash + stem] = content.decode("utf-8", "replace").strip()
-        except OSError as error:
-            raise UserError(f"cannot read {file.path} ({error.strerror or error})") from error
-        finally:
-            reader.close()
-        ACTIVITY.still_working()
         whole = [key for key in images if texts.get(key)]
         places += [images[key] for key in whole]
         labels += [texts[key] for key in whole]

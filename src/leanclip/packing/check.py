@@ -1,40 +1,45 @@
-"""What a data set holds: sizes, lengths, what is broken, what is there twice."""
+"""Measuring a data set: image sizes, caption lengths, broken samples, duplicates."""
 
 import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from leanclip.data.decode import naming
-from leanclip.data.source import BrokenSample, Source
-from leanclip.packing.examine import examine
+from leanclip.data.decode import examine, naming
+from leanclip.data.source import MAX_EXAMPLES, BrokenSample, Source
 from leanclip.worker_pool import Tick, run_tasks
 
 SAMPLES_PER_TASK = 512
-EXAMPLES = 3
-LONGEST = np.iinfo(np.uint16).max
+MAX_TOKENS = np.iinfo(np.uint16).max
+MAX_DUPLICATES_SORTED = 10_000  # the examples are the first of these
+# One value per good sample, the last three one per caption: 46 bytes per sample with one caption.
+COLUMNS = {
+    "ids": np.int64,
+    "width": np.uint32,
+    "height": np.uint32,
+    "image_bytes": np.uint32,
+    "image_hashes": np.uint64,
+    "caption_ids": np.int64,
+    "caption_hashes": np.uint64,
+    "tokens": np.uint16,
+}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Findings:
-    """Of some samples. Whole samples have a place in the arrays, broken ones a kind: 46 bytes a sample."""
+    first_id: int
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    formats: Counter[str] = field(default_factory=Counter)
+    broken: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    empty_captions: int = 0
 
-    ids: np.ndarray
-    sizes: np.ndarray  # (n, 2) width, height
-    image_bytes: np.ndarray
-    image_hashes: np.ndarray
-    caption_ids: np.ndarray  # (captions,) the sample of each caption
-    caption_hashes: np.ndarray
-    tokens: np.ndarray
-    formats: Counter[str]
-    broken: Counter[str]
-    examples: dict[str, list[str]]
-    empty_captions: int
-    first: int  # id
+    def add_examples(self, kind: str, messages: list[str]) -> None:
+        self.examples[kind] = (self.examples.get(kind, []) + messages)[:MAX_EXAMPLES]
 
 
 def check(
@@ -46,81 +51,66 @@ def check(
     workers: int = 1,
     progress: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Read every sample, or `sample` of them drawn at random, and say what was found, ready for JSON."""
+    """Read every sample, or `sample` of them drawn at random. The result is ready for JSON."""
     if sample is None or sample >= len(source):
         ids = range(len(source))
     else:
         ids = np.sort(np.random.default_rng(0).choice(len(source), sample, replace=False, shuffle=False))
     tasks = [ids[start : start + SAMPLES_PER_TASK] for start in range(0, len(ids), SAMPLES_PER_TASK)]
-    look = functools.partial(_look, source, count_tokens)
-    found = _joined(list(run_tasks(look, tasks, workers=workers, progress=progress)))
-    left_out = dict(source.broken)
-    broken = sum(found.broken.values()) + sum(left_out.values())
-    longer = int((found.tokens > context_length).sum())
+    measure = functools.partial(_measure, source, count_tokens)
+    findings = _joined(list(run_tasks(measure, tasks, workers=workers, progress=progress)))
+    columns, left_out = findings.columns, dict(source.broken)
+    broken = sum(findings.broken.values()) + sum(left_out.values())
+    longer = int((columns["tokens"] > context_length).sum())
     return {
         "samples": len(source),
         "checked": len(ids),
         "left_out_on_opening": left_out,
-        "broken": dict(found.broken.most_common()),
-        "broken_examples": found.examples,
+        "broken": dict(findings.broken.most_common()),
+        "broken_examples": findings.examples,
         "broken_share": broken / max(1, len(ids) + sum(left_out.values())),
-        "empty_captions": found.empty_captions,
-        "captions": len(found.tokens),
-        "captions_per_image": _spread(np.unique(found.caption_ids, return_counts=True)[1]),
-        "tokens": _spread(found.tokens),
+        "empty_captions": findings.empty_captions,
+        "captions": len(columns["tokens"]),
+        "captions_per_image": _spread(np.unique(columns["caption_ids"], return_counts=True)[1]),
+        "tokens": _spread(columns["tokens"]),
         "context_length": context_length,
         "longer_than_context": longer,
-        "longer_than_context_share": longer / max(1, len(found.tokens)),
-        "image_width": _spread(found.sizes[:, 0]),
-        "image_height": _spread(found.sizes[:, 1]),
-        "image_bytes": _spread(found.image_bytes),
-        "image_formats": dict(found.formats.most_common()),
-        "duplicate_images": _duplicates(found.image_hashes, found.ids, source),
-        "duplicate_captions": _duplicates(found.caption_hashes, found.caption_ids, source),
+        "longer_than_context_share": longer / max(1, len(columns["tokens"])),
+        "image_width": _spread(columns["width"]),
+        "image_height": _spread(columns["height"]),
+        "image_bytes": _spread(columns["image_bytes"]),
+        "image_formats": dict(findings.formats.most_common()),
+        "duplicate_images": _duplicates(columns["image_hashes"], columns["ids"], source),
+        "duplicate_captions": _duplicates(columns["caption_hashes"], columns["caption_ids"], source),
     }
 
 
-def _look(source: Source, count_tokens: Callable[[str], int], ids: np.ndarray | range, tick: Tick) -> Findings:
-    whole, sizes, lengths, hashes = [], [], [], []
-    caption_ids, caption_hashes, tokens = [], [], []
-    formats, broken, examples, empty = Counter[str](), Counter[str](), dict[str, list[str]](), 0
+def _measure(source: Source, count_tokens: Callable[[str], int], ids: np.ndarray | range, tick: Tick) -> Findings:
+    findings = Findings(int(ids[0]))
+    values: dict[str, list[int]] = {name: [] for name in COLUMNS}
     for index in map(int, ids):
         captions = None
         try:
             captions = source.captions(index)
             image = source.image_bytes(index)
             with naming(source, index):
-                facts = examine(image)
+                width, height, image_format = examine(image)
         except BrokenSample as error:
-            broken[error.kind] += 1
-            empty += captions is None and error.kind == "empty"  # and not an image without bytes
-            named = examples.setdefault(error.kind, [])
-            if len(named) < EXAMPLES:
-                named.append(str(error))
+            findings.broken[error.kind] += 1
+            findings.empty_captions += captions is None and error.kind == "empty"  # an image can be empty, too
+            findings.add_examples(error.kind, [str(error)])
         else:
-            whole.append(index)
-            sizes.append((facts.width, facts.height))
-            lengths.append(len(image))
-            hashes.append(_hash(image))
-            formats[facts.format] += 1
-            caption_ids += [index] * len(captions)
-            caption_hashes += [_hash(caption.encode("utf-8", errors="surrogatepass")) for caption in captions]
-            tokens += [min(count_tokens(caption), LONGEST) for caption in captions]
+            findings.formats[image_format] += 1
+            image_values = (index, width, height, len(image), _hash(image))
+            for name, value in zip(COLUMNS, image_values, strict=False):
+                values[name].append(value)
+            for caption in captions:
+                values["caption_ids"].append(index)
+                values["caption_hashes"].append(_hash(caption.encode("utf-8", errors="surrogatepass")))
+                values["tokens"].append(min(count_tokens(caption), MAX_TOKENS))
         tick()
-    return Findings(
-        ids=np.asarray(whole, np.int64),
-        sizes=np.asarray(sizes, np.uint32).reshape(-1, 2),
-        image_bytes=np.asarray(lengths, np.uint32),
-        image_hashes=np.asarray(hashes, np.uint64),
-        caption_ids=np.asarray(caption_ids, np.int64),
-        caption_hashes=np.asarray(caption_hashes, np.uint64),
-        tokens=np.asarray(tokens, np.uint16),
-        formats=formats,
-        broken=broken,
-        examples=examples,
-        empty_captions=empty,
-        first=int(ids[0]),
-    )
+    findings.columns = {name: np.asarray(values[name], dtype) for name, dtype in COLUMNS.items()}
+    return findings
 
 
 def _hash(content: bytes) -> int:
@@ -128,20 +118,16 @@ def _hash(content: bytes) -> int:
 
 
 def _joined(parts: list[Findings]) -> Findings:
-    parts.sort(key=lambda part: part.first)  # they come as they are ready
-    examples: dict[str, list[str]] = {}
+    parts.sort(key=lambda part: part.first_id)  # they arrive in the order in which they finish
+    joined = Findings(parts[0].first_id)
+    joined.columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in COLUMNS}
     for part in parts:
+        joined.formats += part.formats
+        joined.broken += part.broken
+        joined.empty_captions += part.empty_captions
         for kind, messages in part.examples.items():
-            examples[kind] = (examples.get(kind, []) + messages)[:EXAMPLES]
-    arrays = ("ids", "sizes", "image_bytes", "image_hashes", "caption_ids", "caption_hashes", "tokens")
-    return Findings(
-        **{name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays},
-        formats=sum((part.formats for part in parts), Counter()),
-        broken=sum((part.broken for part in parts), Counter()),
-        examples=examples,
-        empty_captions=sum(part.empty_captions for part in parts),
-        first=parts[0].first,
-    )
+            joined.add_examples(kind, messages)
+    return joined
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
@@ -151,12 +137,12 @@ def _spread(values: np.ndarray) -> dict[str, float]:
 
 
 def _duplicates(hashes: np.ndarray, ids: np.ndarray, source: Source) -> dict[str, Any]:
-    """How many are equal to one with a smaller id, and the first such pairs."""
+    """The number of values that equal one with a smaller id, and the first examples."""
     order = np.argsort(hashes, kind="stable")
-    again = np.flatnonzero(hashes[order][1:] == hashes[order][:-1]) + 1
-    pairs = sorted((int(ids[order[at]]), int(ids[order[at - 1]])) for at in again[:10_000])[:EXAMPLES]
+    repeated = np.flatnonzero(hashes[order][1:] == hashes[order][:-1]) + 1
+    pairs = sorted((int(ids[order[i]]), int(ids[order[i - 1]])) for i in repeated[:MAX_DUPLICATES_SORTED])
     return {
-        "count": len(again),
-        "share": len(again) / max(1, len(hashes)),
-        "examples": [f"{source.name(second)} is as {source.name(first)}" for second, first in pairs],
+        "count": len(repeated),
+        "share": len(repeated) / max(1, len(hashes)),
+        "examples": [f"{source.name(later)} duplicates {source.name(first)}" for later, first in pairs[:MAX_EXAMPLES]],
     }

@@ -1,7 +1,7 @@
-"""From a source to WebDataset tar shards: a shard is a stretch of the source, so any process can write any shard.
+"""Packing a source into WebDataset tar shards. Each shard holds a range of samples, so any process can write it.
 
-The same source and settings give the same bytes. A shard is written under another name and renamed when it is whole;
-a line of pack.jsonl says so, and a later call with the same source and settings goes on from there.
+The same source and settings give the same bytes. A shard is written atomically and then recorded in pack.jsonl; a
+later call with the same source and settings writes only the missing shards.
 """
 
 import fcntl
@@ -19,52 +19,45 @@ from typing import IO, Any, Literal
 
 from PIL import Image
 
-from leanclip.data.decode import naming, open_image
-from leanclip.data.file_source import Packable
-from leanclip.data.source import BrokenSample
+from leanclip.data.decode import decoding, examine, naming, open_image
+from leanclip.data.source import BrokenSample, Packable
 from leanclip.errors import UserError, first_line
 from leanclip.filesystem import atomic_path
-from leanclip.packing.examine import decoding, examine
 from leanclip.worker_pool import Tick, run_tasks
 
 JOURNAL = "pack.jsonl"
-ENDINGS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more behind it
-QUALITY = 90
+ENDINGS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with further images
+ENCODING_QUALITY = 90  # of JPEG and WebP
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig:
-    """What decides the bytes of the shards."""
-
     samples_per_shard: int = 10_000
     max_size: int | None = None
     on_broken: Literal["skip", "stop"] = "skip"
 
     def __post_init__(self) -> None:
-        if self.samples_per_shard < 1:
-            raise ValueError(f"samples_per_shard is {self.samples_per_shard}; it must be at least 1")
-        if self.max_size is not None and self.max_size < 1:
-            raise ValueError(f"max_size is {self.max_size}; it must be at least 1 pixel")
+        for name, value in (("samples-per-shard", self.samples_per_shard), ("max-size", self.max_size)):
+            if value is not None and value < 1:
+                raise UserError(f"--{name} is {value}; it must be at least 1", code="pack.bad_value")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedShard:
-    """What became of one stretch of the source."""
+    """A shard that was written: a line of the journal."""
 
     shard: int
     samples: int
     bytes: int
     skipped: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, str] = field(default_factory=dict)
-    """The first message of each kind."""
+    examples: dict[str, str] = field(default_factory=dict)  # the first message of each kind
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackSummary:
     samples: int
     shards: int
-    already_there: int
-    """Shards that an earlier call had finished."""
+    finished_before: int  # shards that an earlier call wrote
     bytes: int
     skipped: dict[str, int]
     examples: dict[str, str]
@@ -83,35 +76,30 @@ def pack(
     workers: int = 1,
     progress: Callable[[int], None] = lambda _: None,
 ) -> PackSummary:
-    """Write the shards that are not there yet. `progress` is told how many more samples are done."""
+    """Write the missing shards. `progress` gets the number of samples done since its last call."""
     size = config.samples_per_shard
     shards = -(-len(source) // size)
-    width = max(5, len(str(shards - 1)))  # names sort as numbers do
+    width = max(5, len(str(shards - 1)))  # of the numbers in file names, which then sort in order
     with _journal(out, source, config) as journal:
-        finished: dict[int, PackedShard] = {}
-        for line in journal.read().splitlines()[1:]:
-            shard = _finished(line, out, width)
-            if shard is not None:
-                finished[shard.shard] = shard
-        for unfinished in out.glob(".*.tar.*.tmp"):  # of a killed process
-            unfinished.unlink()
-        left = [number for number in range(shards) if number not in finished]
-        already = len(finished)
+        finished = _finished_shards(journal.read().splitlines()[1:], out, width)
+        for temporary in out.glob(".*.tar.*.tmp"):  # of a killed process
+            temporary.unlink()
+        missing = [number for number in range(shards) if number not in finished]
         progress(sum(min(size, len(source) - number * size) for number in finished))
         write = functools.partial(_write_shard, source, out, width, config)
-        for shard in run_tasks(write, left, workers=workers, progress=progress):
+        for shard in run_tasks(write, missing, workers=workers, progress=progress):
             finished[shard.shard] = shard
             journal.write(json.dumps(asdict(shard)) + "\n")
             journal.flush()
     skipped: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    for number in sorted(finished):
-        skipped.update(finished[number].skipped)
-        examples = finished[number].examples | examples
+    for _, shard in sorted(finished.items()):
+        skipped.update(shard.skipped)
+        examples = shard.examples | examples
     return PackSummary(
         samples=sum(shard.samples for shard in finished.values()),
         shards=shards,
-        already_there=already,
+        finished_before=shards - len(missing),
         bytes=sum(shard.bytes for shard in finished.values()),
         skipped=dict(skipped.most_common()),
         examples=examples,
@@ -120,73 +108,78 @@ def pack(
 
 @contextmanager
 def _journal(out: Path, source: Packable, config: PackConfig) -> Iterator[IO[str]]:
-    """The journal of a folder, locked, new or of the very same source and settings; at its start."""
+    """The journal of a folder, locked, at its start; new, or of the same source and settings."""
+    identity = f"{type(source).__name__} {source.identity()}".encode(errors="surrogateescape")
     head = {
-        "source": hashlib.blake2b(f"{type(source).__name__} {source.identity()}".encode(errors="surrogateescape"),
-                                  digest_size=16).hexdigest(),
+        "source": hashlib.blake2b(identity, digest_size=16).hexdigest(),
         "samples": len(source),
-        **{name: value for name, value in asdict(config).items() if name != "on_broken"},
-    }  # fmt: skip
+        "samples_per_shard": config.samples_per_shard,
+        "max_size": config.max_size,
+    }
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not (out / JOURNAL).exists() and any(out.glob("*.tar")):
-            raise UserError(f"{out} holds tar files and no {JOURNAL}; give a folder of its own to pack into")
-        file = (out / JOURNAL).open("a+", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write to {out} ({error.strerror})") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"another `leanclip data pack` writes to {out}; wait for it") from error
-        file.seek(0)
-        first = file.readline()
-        if not first.endswith("\n"):  # new, or killed in the first moment
-            file.truncate(0)
-            file.write(json.dumps(head) + "\n")
-            file.flush()
-        else:
-            _refuse_other(out, first, head)
-        _drop_broken_line(file)
-        file.seek(0)
-        try:
+            raise UserError(
+                f"{out} contains tar files and no {JOURNAL}; give a new or empty folder", code="pack.foreign_folder"
+            )
+        with (out / JOURNAL).open("a+", encoding="utf-8") as file:
+            _lock(file, out)
+            file.seek(0)
+            content = file.read()
+            complete = content[: content.rfind("\n") + 1]  # a killed process leaves an incomplete line
+            file.truncate(len(complete.encode()))
+            if complete:
+                _refuse_other(out, complete.partition("\n")[0], head)
+            else:
+                file.write(json.dumps(head) + "\n")
+            file.seek(0)
             yield file
-        except OSError as error:
-            raise UserError(f"cannot write to {out} ({error.strerror}); run again to go on") from error
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {out} ({first_line(error)}); run the command again to resume", code="pack.cannot_write"
+        ) from error
+
+
+def _lock(file: IO[str], out: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise UserError(f"another `leanclip data pack` writes to {out}; wait for it", code="pack.locked") from error
 
 
 def _refuse_other(out: Path, first: str, head: dict[str, Any]) -> None:
     try:
-        found = dict(json.loads(first))
+        stored = dict(json.loads(first))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{out / JOURNAL} is damaged; remove {out}, or pack into another folder") from error
-    for name, value in head.items():
-        if found.get(name) == value:
-            continue
-        if name in ("source", "samples"):
+        raise UserError(
+            f"{out / JOURNAL} is damaged; remove {out}, or pack into another folder", code="pack.journal_damaged"
+        ) from error
+    if any(stored.get(name) != head[name] for name in ("source", "samples")):
+        raise UserError(
+            f"{out} was packed from other data, or the data changed since; remove {out}, or pack into another folder",
+            code="pack.other_source",
+        )
+    for name, flag in (("samples_per_shard", "--samples-per-shard"), ("max_size", "--max-size")):
+        if stored.get(name) != head[name]:
             raise UserError(
-                f"{out} was begun from other data, or they changed since; pack into another folder, or remove {out}"
+                f"{out} was packed with {flag} {stored.get(name)}, not {head[name]}; give the same value, or pack into"
+                " another folder",
+                code="pack.other_settings",
             )
-        flag = "--" + name.replace("_", "-")
-        raise UserError(f"{out} was begun with {flag} {found.get(name)}, not {value}; go on with that, or elsewhere")
 
 
-def _drop_broken_line(file: IO[str]) -> None:
-    """Whoever was killed while writing a line left a part of it."""
-    file.seek(0)
-    content = file.read()
-    if not content.endswith("\n"):
-        file.truncate(len(content[: content.rfind("\n") + 1].encode()))
-
-
-def _finished(line: str, out: Path, width: int) -> PackedShard | None:
-    """The shard of a journal line, if its file is there as it was left."""
-    try:
-        shard = PackedShard(**json.loads(line))
-    except (ValueError, TypeError):
-        return None  # a disk that failed: the shard is written again
-    path = out / f"{shard.shard:0{width}d}.tar"
-    return shard if path.is_file() and path.stat().st_size == shard.bytes else None
+def _finished_shards(lines: list[str], out: Path, width: int) -> dict[int, PackedShard]:
+    """The shards of the journal whose files still have their size."""
+    finished = {}
+    for line in lines:
+        try:
+            shard = PackedShard(**json.loads(line))
+        except (ValueError, TypeError):
+            continue  # a damaged line: the shard is written again
+        path = out / f"{shard.shard:0{width}d}.tar"
+        if path.is_file() and path.stat().st_size == shard.bytes:
+            finished[shard.shard] = shard
+    return finished
 
 
 def _write_shard(source: Packable, out: Path, width: int, config: PackConfig, number: int, tick: Tick) -> PackedShard:
@@ -203,7 +196,9 @@ def _write_shard(source: Packable, out: Path, width: int, config: PackConfig, nu
                     members = _members(source, index, config)
                 except BrokenSample as error:
                     if config.on_broken == "stop":
-                        raise UserError(f"{error}; mend it, or leave such samples out: --on-broken skip") from error
+                        raise UserError(
+                            f"{error}; fix it, or leave such samples out: --on-broken skip", code="pack.broken_sample"
+                        ) from error
                     skipped[error.kind] += 1
                     examples.setdefault(error.kind, str(error))
                 else:
@@ -221,23 +216,22 @@ def _write_shard(source: Packable, out: Path, width: int, config: PackConfig, nu
 
 
 def _members(source: Packable, index: int, config: PackConfig) -> list[tuple[str, bytes]]:
-    """The files of one sample by ending. The names are numbers: nothing in the data can lead out of an archive."""
+    """The files of one sample by ending. File names are numbers, so the data cannot inject paths."""
     captions = source.captions(index)
     content = source.image_bytes(index)
     with naming(source, index):
-        ending, image = _encode(content, config.max_size)
-    members = [(ending, image), ("txt", _utf8(captions[0]))]
+        members = [_encode(content, config.max_size), ("txt", _utf8(captions[0]))]
     if len(captions) > 1:
         members.append(("json", _utf8(json.dumps({"captions": captions}, ensure_ascii=False))))
     return members
 
 
 def _utf8(text: str) -> bytes:
-    return text.encode("utf-8", errors="replace")  # JSON can hold half a surrogate pair
+    return text.encode("utf-8", errors="replace")  # JSON may contain an unpaired surrogate
 
 
 def _encode(content: bytes, max_size: int | None) -> tuple[str, bytes]:
-    """The image as it is if training reads its format and it is not too large, else made so."""
+    """The ending and the image: unchanged if training supports its format and it is small enough."""
     image = open_image(content)
     ending = ENDINGS.get(image.format or "")
     too_large = max_size is not None and min(image.size) > max_size
@@ -246,11 +240,11 @@ def _encode(content: bytes, max_size: int | None) -> tuple[str, bytes]:
         return ending, content
     file = io.BytesIO()
     with decoding():
-        image = _shrunk(image, max_size) if max_size is not None and too_large else _plain_mode(image)
+        image = _shrunk(image, max_size) if max_size is not None and too_large else _eight_bit(image)
         if ending == "jpg":
-            image.convert("RGB").save(file, "JPEG", quality=QUALITY)
+            image.convert("RGB").save(file, "JPEG", quality=ENCODING_QUALITY)
         elif ending == "webp":
-            image.save(file, "WEBP", quality=QUALITY)
+            image.save(file, "WEBP", quality=ENCODING_QUALITY)
         else:
             image.save(file, "PNG")
     return ending or "png", file.getvalue()
@@ -259,16 +253,16 @@ def _encode(content: bytes, max_size: int | None) -> tuple[str, bytes]:
 def _shrunk(image: Image.Image, size: int) -> Image.Image:
     scale = size / min(image.size)
     target = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    image.draft(None, (2 * target[0], 2 * target[1]))  # twice the size: no loss to see, and a fraction of the time
-    return _plain_mode(image).resize(target, Image.Resampling.BICUBIC)
+    image.draft(None, (2 * target[0], 2 * target[1]))  # fast, and without visible loss
+    return _eight_bit(image).resize(target, Image.Resampling.BICUBIC)
 
 
-def _plain_mode(image: Image.Image) -> Image.Image:
-    """Palettes cannot be resized, and sixteen bits or CMYK are not what training sees."""
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """RGB or RGBA: a palette cannot be resized, and training reads neither 16 bits nor CMYK."""
     return image.convert("RGBA" if "A" in image.getbands() or "transparency" in image.info else "RGB")
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-    entry = tarfile.TarInfo(name)  # time 0, owner 0: the bytes depend on nothing but the sample
+    entry = tarfile.TarInfo(name)  # time 0 and owner 0, so that the bytes depend on the sample alone
     entry.size = len(content)
     archive.addfile(entry, io.BytesIO(content))

@@ -223,7 +223,7 @@ def _make_loader(built: BuiltRun) -> TrainingLoader:
     run, config, model = built.run, built.config, built.model
     return TrainingLoader(
         run.data.train.source,
-        run.data.train.ids,
+        run.data.train.visits,
         batch=run.batch,
         share=run.ranks.share(run.batch),
         transform=training_transform(
