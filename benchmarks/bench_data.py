@@ -120,7 +120,7 @@ def write_photographs(directory: Path, size: tuple[int, int], samples: int, diff
 def ours(pattern: str, size: tuple[int, int], tokenizer: Callable[..., torch.Tensor]) -> Iterable[Any]:
     source = Shards(pattern)
     loader = TrainingLoader(
-        source, range(len(source)), batch=BATCH, transform=TrainingTransform(size=size),
+        source, batch=BATCH, transform=TrainingTransform(size=size),
         tokenizer=tokenizer, seed=0, workers=0, pin_memory=False,
     )  # fmt: skip
     for batch in loader.epoch(0):
@@ -239,7 +239,7 @@ def bench_index(samples: int, payload: int) -> list[dict[str, Any]]:
         directory = Path(name)
         size = write_tars(directory, samples, payload)
         shell = ["sh", "-c", f"cat {name}/*.tar > /dev/null"]
-        kept = directory / index.FILE
+        kept = directory / index.INDEX_NAME
 
         def build() -> None:
             kept.unlink(missing_ok=True)
@@ -277,7 +277,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.quick:
-        index.WORTH_KEEPING = 0
+        index.MIN_KEPT_BYTES = 0
         bench_decoding(128, 8, 1, ["256 px"])
         bench_index(2000, 512)
         return

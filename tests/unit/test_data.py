@@ -86,7 +86,7 @@ def tiny():
 def loader(tiny, workers):
     shards = Shards(str(BUNDLED / "val-*.tar"))
     return TrainingLoader(
-        shards, np.arange(len(shards)), batch=64, transform=training_transform(tiny.preprocess, scale=(0.4, 1.0)),
+        shards, batch=64, transform=training_transform(tiny.preprocess, scale=(0.4, 1.0)),
         tokenizer=tiny.tokenizer, seed=3, workers=workers, pin_memory=False,
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ def test_bad_shards_are_named(tmp_path, tiny, samples, message):
 
 def first_batch(path, tiny):
     loader = TrainingLoader(
-        Shards(str(path)), [0], batch=1, transform=training_transform(tiny.preprocess), tokenizer=tiny.tokenizer,
+        Shards(str(path)), batch=1, transform=training_transform(tiny.preprocess), tokenizer=tiny.tokenizer,
         seed=0, workers=0, pin_memory=False,
     )  # fmt: skip
     return next(loader.epoch(0))

@@ -14,10 +14,10 @@ from torchvision.transforms import ColorJitter, RandomResizedCrop
 from leanclip.data import BrokenSample, Shards, evaluation_transform, training_transform
 from leanclip.data.datasets import BUNDLED
 from leanclip.data.decode import (
-    TRAINING_RESERVE,
+    TRAINING_MARGIN,
     Box,
     TrainingTransform,
-    jittered,
+    color_jittered,
     open_image,
     random_crop,
     resized_crop,
@@ -93,7 +93,7 @@ def test_training_pixels_are_open_clips_given_the_crop(size, scale):
     for seed in range(4):
         box = random_crop(size, scale, random.Random(seed))
         ours = resized_crop(open_image(content), box, (224, 224))
-        most = min(box.right - box.left, box.bottom - box.top) / 224 / TRAINING_RESERVE
+        most = min(box.right - box.left, box.bottom - box.top) / 224 / TRAINING_MARGIN
         reduction = next((scale for scale in (8, 4, 2) if scale <= most), 1)
         grid = [min(round(edge / reduction) * reduction, limit) for edge, limit in zip(box, size * 2, strict=True)]
         theirs = np.asarray(whole(content).crop(Box(*grid)).resize((224, 224), Image.Resampling.BICUBIC))
@@ -128,7 +128,7 @@ def test_colours_are_varied_as_torchvision_varies_them():
     strength = (0.4, 0.4, 0.4, 0.1)
     torch.manual_seed(0)
     theirs = np.stack([np.asarray(ColorJitter(*strength)(image)) for _ in range(400)]).astype(float)
-    ours = np.stack([np.asarray(jittered(image, strength, random.Random(i))) for i in range(400)]).astype(float)
+    ours = np.stack([np.asarray(color_jittered(image, strength, random.Random(i))) for i in range(400)]).astype(float)
     assert np.allclose(ours.mean((0, 1, 2)), theirs.mean((0, 1, 2)), atol=4)
     assert np.allclose(ours.std((1, 2)).mean(0), theirs.std((1, 2)).mean(0), atol=4)
     gray = TrainingTransform(size=(32, 32), gray_scale_prob=1.0)(photograph(64, 64), random.Random(0))

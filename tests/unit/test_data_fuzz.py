@@ -75,7 +75,7 @@ def outcome(path):
         counts = BrokenCount(1.0)
         batch = max(1, len(shards) // 2)
         loader = TrainingLoader(
-            shards, range(len(shards)), batch=batch, transform=TrainingTransform(size=(16, 16)), tokenizer=tokenizer,
+            shards, batch=batch, transform=TrainingTransform(size=(16, 16)), tokenizer=tokenizer,
             seed=1, workers=0, pin_memory=False,
         )  # fmt: skip
         for found in loader.epoch(0):

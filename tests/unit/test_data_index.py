@@ -20,9 +20,9 @@ from shard_files import picture, shard_bytes, sound, write_shard
 
 from leanclip.data import Shards, index
 from leanclip.data.files import expand, stat_all
-from leanclip.data.index import FILE, open_index
+from leanclip.data.index import INDEX_NAME, open_index
 from leanclip.data.source import BrokenSample, Part
-from leanclip.data.tar import IMAGE, TXT, scan
+from leanclip.data.tar import IMAGE, TXT, TarReader, scan
 from leanclip.errors import UserError
 from leanclip.progress import ACTIVITY
 
@@ -30,12 +30,12 @@ from leanclip.progress import ACTIVITY
 @pytest.fixture(autouse=True)
 def everything_is_kept(monkeypatch, tmp_path):
     """Also the index of small shards, and not in the user's cache."""
-    monkeypatch.setattr(index, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(index, "MIN_KEPT_BYTES", 0)
     monkeypatch.setenv("LEANCLIP_CACHE", str(tmp_path / "cache"))
 
 
 def scanned(content, **options):
-    return scan(lambda offset, length: content[offset : offset + length], len(content), **options)
+    return scan(TarReader(lambda offset, length: content[offset : offset + length], len(content), **options))
 
 
 NAMES = st.text(st.sampled_from("abcü/_- "), min_size=1, max_size=150).filter(
@@ -48,9 +48,9 @@ NAMES = st.text(st.sampled_from("abcü/_- "), min_size=1, max_size=150).filter(
     names=st.lists(NAMES, min_size=1, max_size=6, unique=True),
     sizes=st.lists(st.integers(0, 1500), min_size=6, max_size=6),
     form=st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
-    ahead=st.sampled_from([None, 512, 700, 5000]),
+    read_bytes=st.sampled_from([None, 512, 700, 5000]),
 )
-def test_finds_what_tarfile_finds(names, sizes, form, ahead):
+def test_finds_what_tarfile_finds(names, sizes, form, read_bytes):
     files = {}
     for name, size in zip(names, sizes, strict=False):
         files[f"{name}.jpg"], files[f"{name}.txt"] = b"i" * size, b"t" * (size // 2)
@@ -58,7 +58,7 @@ def test_finds_what_tarfile_finds(names, sizes, form, ahead):
         content = shard_bytes(files, format=form)
     except ValueError:  # too long for the oldest form
         return
-    found = scanned(content, ahead=ahead)
+    found = scanned(content, read_bytes=read_bytes)
     assert not found.broken and len(found.table) == len(set(names[:6]))
     for row, name in zip(found.table.tolist(), names, strict=False):
         for column, ending in ((IMAGE, "jpg"), (TXT, "txt")):
@@ -159,12 +159,12 @@ def test_compressed_shards_are_refused_with_the_command(tmp_path, ending, comman
 
 def test_a_kept_index_is_used_and_follows_the_files(tmp_path, monkeypatch):
     scans = []
-    once = index._scan_one
-    monkeypatch.setattr(index, "_scan_one", lambda file: (scans.append(file.name), once(file))[1])
+    once = index._scan_shard
+    monkeypatch.setattr(index, "_scan_shard", lambda file: (scans.append(file.name), once(file))[1])
     for number in range(3):
         write_shard(tmp_path / f"{number}.tar", sound(4, start=4 * number))
     first = Shards(str(tmp_path))
-    assert sorted(scans) == ["0.tar", "1.tar", "2.tar"] and (tmp_path / FILE).is_file()
+    assert sorted(scans) == ["0.tar", "1.tar", "2.tar"] and (tmp_path / INDEX_NAME).is_file()
     again = Shards(str(tmp_path / "{0..1}.tar"))
     assert len(scans) == 3 and len(again) == 8
     assert [again.image_bytes(i) for i in range(8)] == [first.image_bytes(i) for i in range(8)]
@@ -172,16 +172,16 @@ def test_a_kept_index_is_used_and_follows_the_files(tmp_path, monkeypatch):
     write_shard(tmp_path / "3.tar", sound(1, start=90))
     assert len(Shards(str(tmp_path))) == 15
     assert sorted(scans[3:]) == ["1.tar", "3.tar"]
-    (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:-30])
+    (tmp_path / INDEX_NAME).write_bytes((tmp_path / INDEX_NAME).read_bytes()[:-30])
     assert len(Shards(str(tmp_path))) == 15 and len(scans) == 9
     for garbage in (b"", b"garbage", index.MAGIC + b"\xff" * 100, index.MAGIC + (2).to_bytes(8, "little") + b"{}"):
-        (tmp_path / FILE).write_bytes(garbage)
+        (tmp_path / INDEX_NAME).write_bytes(garbage)
         assert len(Shards(str(tmp_path))) == 15
-    assert not list(tmp_path.glob(f"{FILE}.*[!k]"))  # nothing but the lock beside it
+    assert not list(tmp_path.glob(f"{INDEX_NAME}.*[!k]"))  # nothing but the lock beside it
 
 
 def test_a_small_data_set_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(index, "WORTH_KEEPING", 256 << 20)
+    monkeypatch.setattr(index, "MIN_KEPT_BYTES", 256 << 20)
     write_shard(tmp_path / "a.tar", sound(3))
     Shards(str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tar"]
@@ -214,14 +214,14 @@ def test_shards_travel_to_other_processes(tmp_path):
 def test_one_process_scans_while_others_wait(tmp_path, monkeypatch):
     for number in range(3):
         write_shard(tmp_path / f"{number}.tar", sound(4, start=4 * number))
-    scans, once = [], index._scan_one
+    scans, once = [], index._scan_shard
 
     def slow(file):
         scans.append(file.name)
         time.sleep(0.1)
         return once(file)
 
-    monkeypatch.setattr(index, "_scan_one", slow)
+    monkeypatch.setattr(index, "_scan_shard", slow)
     found = []
     threads = [threading.Thread(target=lambda: found.append(len(Shards(str(tmp_path))))) for _ in range(4)]
     for thread in threads:
@@ -234,18 +234,23 @@ def test_one_process_scans_while_others_wait(tmp_path, monkeypatch):
 def test_a_scan_that_is_killed_goes_on_where_it_was(tmp_path, monkeypatch):
     for number in range(4):
         write_shard(tmp_path / f"{number}.tar", sound(4, start=4 * number))
-    scans, once = [], index._scan_one
+    scans, once = [], index._scan_shard
 
     def killed(file):
         if file.name == "2.tar":
             raise KeyboardInterrupt
         return once(file)
 
-    for name, value in {"SAVE_EVERY": 0, "SAVE_SHARE": math.inf, "THREADS": 1, "_scan_one": killed}.items():
+    for name, value in {
+        "SAVE_SECONDS": 0,
+        "MAX_SAVE_SHARE": math.inf,
+        "SCAN_THREADS": 1,
+        "_scan_shard": killed,
+    }.items():
         monkeypatch.setattr(index, name, value)
     with pytest.raises(KeyboardInterrupt):
         Shards(str(tmp_path))
-    monkeypatch.setattr(index, "_scan_one", lambda file: (scans.append(file.name), once(file))[1])
+    monkeypatch.setattr(index, "_scan_shard", lambda file: (scans.append(file.name), once(file))[1])
     assert len(Shards(str(tmp_path))) == 16 and scans == ["2.tar", "3.tar"]
 
 
@@ -258,7 +263,7 @@ def test_an_index_is_saved_now_and_then(tmp_path, monkeypatch):
 
     monkeypatch.setattr(index, "_save", save)
     monkeypatch.setattr(index.time, "monotonic", lambda: clock[0])
-    keep = index._Saving(tmp_path / FILE)
+    keep = index._PeriodicSave(tmp_path / INDEX_NAME)
     for _ in range(30):
         clock[0] += 10
         keep({})
@@ -275,8 +280,8 @@ def test_every_scanned_shard_is_a_sign_of_work(tmp_path):
 
 
 def test_who_waits_for_a_scan_is_at_work_as_long_as_the_scan_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(index, "LOOK", 0.01)
-    place, looks = tmp_path / FILE, []
+    monkeypatch.setattr(index, "LOCK_POLL_SECONDS", 0.01)
+    place, looks = tmp_path / INDEX_NAME, []
 
     def wait():
         with index._lock(place, "here"):
@@ -296,7 +301,7 @@ def test_who_waits_for_a_scan_is_at_work_as_long_as_the_scan_is(tmp_path, monkey
             before = ACTIVITY.ticks
             time.sleep(0.1)
             assert ACTIVITY.ticks == before  # who scans stands still: it may hang
-            index._Saving(place)({})
+            index._PeriodicSave(place)({})
             assert worked_since(before)
         assert not looks
     waiting.join()
@@ -328,7 +333,7 @@ def test_urls_are_read_by_position(tmp_path):
 
 
 def test_more_shards_than_open_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("leanclip.data.files.OPEN_FILES", 4)
+    monkeypatch.setattr("leanclip.data.files.MAX_OPEN_FILES", 4)
     for number in range(12):
         write_shard(tmp_path / f"{number:02d}.tar", sound(1, start=number))
     shards = Shards(str(tmp_path))

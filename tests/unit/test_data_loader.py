@@ -19,9 +19,9 @@ from shard_files import picture, sound, tokenizer, write_shard
 
 from leanclip.cli import main
 from leanclip.data import Batch, BrokenCount, DataConfig, Shards, TrainingLoader, open_datasets, open_validation
-from leanclip.data.batch import LIGHT
+from leanclip.data.batch import MAX_PICKLED_BYTES
 from leanclip.data.decode import TrainingTransform
-from leanclip.data.order import Once, Weighted
+from leanclip.data.order import UniformVisits, WeightedVisits
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 
@@ -45,7 +45,7 @@ def data(tmp_path_factory):
 def loader_of(data, form, *, share=None, workers=0):
     factors = [1.5, 1.0] if form == "weighted" else None
     source = Shards(f"{data}/0.tar::{data}/1.tar", factors=factors, weights_key="weights")
-    visits = Weighted(source.parts) if factors else Once(range(len(source)))
+    visits = WeightedVisits(source.parts) if factors else UniformVisits(len(source))
     return TrainingLoader(
         source, visits, batch=BATCH, share=share, transform=TrainingTransform(size=(16, 16), scale=(0.3, 1.0)),
         tokenizer=tokenizer, seed=SEED, workers=workers, pin_memory=False,
@@ -127,7 +127,7 @@ def test_too_many_broken_samples_end_the_run():
 def test_no_good_sample_is_left(tmp_path):
     write_shard(tmp_path / "a.tar", {"1.jpg": b"no image", "1.txt": b"x", "2.jpg": picture(2), "2.txt": b"y"})
     loader = TrainingLoader(
-        Shards(str(tmp_path / "a.tar")), [0, 1], batch=2, transform=TrainingTransform(size=(16, 16)),
+        Shards(str(tmp_path / "a.tar")), batch=2, transform=TrainingTransform(size=(16, 16)),
         tokenizer=tokenizer, seed=0, workers=0, pin_memory=False,
     )  # fmt: skip
     with pytest.raises(UserError, match="no sample is left to stand in"):
@@ -224,7 +224,7 @@ def test_a_shard_that_vanishes_during_training_is_replaced(data, tmp_path):
     shutil.copytree(data, shards)
     source = Shards(str(shards))
     loader = TrainingLoader(
-        source, range(80), batch=8, transform=TrainingTransform(size=(16, 16)), tokenizer=tokenizer, seed=0,
+        source, batch=8, transform=TrainingTransform(size=(16, 16)), tokenizer=tokenizer, seed=0,
         workers=0, pin_memory=False,
     )  # fmt: skip
     (shards / "1.tar").unlink()
@@ -246,7 +246,7 @@ def test_factors_lengthen_the_epoch(data):
     config = DataConfig(train_data=f"{data}/0.tar::{data}/1.tar", train_data_upsampling_factors="2::0.5")
     found = open_datasets(config, seed=0)
     assert len(found.train) == 100 and len(found.train.source) == 80
-    ids, _ = found.train.ids.at(np.arange(100), seed=0, epoch=0)
+    ids, _ = found.train.visits.at(np.arange(100), seed=0, epoch=0)
     assert (np.bincount(ids, minlength=80)[:40] == 2).all()
     with pytest.raises(UserError, match="2 sources and 1 factors"):
         open_datasets(DataConfig(train_data=config.train_data, train_data_upsampling_factors="2"), seed=0)
@@ -269,13 +269,13 @@ def test_evaluation_leaves_broken_samples_out_and_says_so(data, tmp_path, capsys
 
 
 @pytest.mark.parametrize("lengths", [None, torch.tensor([2, 1, 3])])
-@pytest.mark.parametrize("light", [LIGHT, 0])
+@pytest.mark.parametrize("light", [MAX_PICKLED_BYTES, 0])
 def test_a_batch_comes_whole_from_another_process_and_what_is_small_without_shared_memory(
     lengths, light, monkeypatch
 ):
-    monkeypatch.setattr("leanclip.data.batch.LIGHT", light)
+    monkeypatch.setattr("leanclip.data.batch.MAX_PICKLED_BYTES", light)
     sent = Batch(
-        images=torch.arange(3 * LIGHT).to(torch.uint8).view(3, 1, 512, -1),
+        images=torch.arange(3 * MAX_PICKLED_BYTES).to(torch.uint8).view(3, 1, 512, -1),
         tokens=torch.tensor([[7, 8], [9, 0], [1, 2]]), sample_ids=torch.tensor([5, 3, 2**40]), lengths=lengths,
         broken={"image": 1}, examples=("a.jpg",),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leanclip.data.order import BlockPermutation, Kept, Once, Order, Permutation, Weighted
+from leanclip.data.order import BlockPermutation, Order, Permutation, SplitVisits, UniformVisits, WeightedVisits
 from leanclip.data.source import Part
 
 KINDS = pytest.mark.parametrize("kind", [Permutation, BlockPermutation])
@@ -62,7 +62,7 @@ def test_a_large_epoch_is_mixed(kind):
 
 
 def test_the_order_of_a_huge_epoch_takes_no_memory():
-    order = Order(Once(range(400_000_000)), batch=4096, seed=0)
+    order = Order(UniformVisits(400_000_000), batch=4096, seed=0)
     order.batch_ids(0, 0)
     tracemalloc.start()
     ids, _ = order.batch_ids(7, 97_000)
@@ -73,13 +73,13 @@ def test_the_order_of_a_huge_epoch_takes_no_memory():
 
 def test_neighbours_stay_together_in_blocks():
     size = 1_000_000
-    order = Order(Once(range(size)), batch=32 * 1024, seed=0, shuffle="blocks")
+    order = Order(UniformVisits(size), batch=32 * 1024, seed=0, shuffle="blocks")
     ids = np.sort(order.batch_ids(0, 0)[0])
     assert (np.diff(ids) > 1).sum() <= 33  # 32 runs of neighbours, one perhaps cut by the end of the ids
 
 
 def test_a_split_keeps_what_it_does_not_hold_out():
-    kept = Kept(1000, 100, seed=3)
+    kept = SplitVisits(1000, 100, seed=3)
     ids, _ = kept.at(np.arange(900), seed=3, epoch=0)
     assert sorted([*ids, *kept.held_out_ids()]) == list(range(1000))
 
@@ -97,7 +97,7 @@ def test_weighted_sources_are_visited_as_often_as_asked(counts, factors, batch, 
         Part(int(end - count), int(end), factor)
         for end, count, factor in zip(ends, counts, factors[: len(counts)], strict=True)
     ]
-    visits = Weighted(parts)
+    visits = WeightedVisits(parts)
     ids, copies = visits.at(np.arange(len(visits)), seed=1, epoch=epoch)
     for part in parts:
         inside = ids[(ids >= part.start) & (ids < part.stop)]
@@ -112,7 +112,7 @@ def test_weighted_sources_are_visited_as_often_as_asked(counts, factors, batch, 
         assert len(set(kept)) == len(kept)
 
 
-@pytest.mark.parametrize("visits", [Once(range(103)), Weighted([Part(0, 40, 2.0), Part(40, 100, 1.0)])])
+@pytest.mark.parametrize("visits", [UniformVisits(103), WeightedVisits([Part(0, 40, 2.0), Part(40, 100, 1.0)])])
 def test_stand_ins_of_different_slots_never_meet(visits):
     order = Order(visits, batch=10, seed=4)
     for step in range(order.steps):

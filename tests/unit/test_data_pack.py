@@ -105,7 +105,7 @@ def test_killed_in_the_middle_it_goes_on(tmp_path, workers):
             time.sleep(0.05)
         assert not alive(process.pid)
     summary = pack(Synthetic(500, jpeg=True), out, PackConfig(samples_per_shard=5), workers=1)
-    assert 0 < summary.already_there <= there and summary.samples == 500
+    assert 0 < summary.finished_before <= there and summary.samples == 500
     whole = pack(Synthetic(500, jpeg=True), tmp_path / "whole", PackConfig(samples_per_shard=5))
     assert whole.samples == 500
     assert contents(out) == contents(tmp_path / "whole")
@@ -237,7 +237,7 @@ def test_large_images_are_made_smaller_and_odd_ones_readable(tmp_path):
 
 
 def test_an_image_bomb_is_a_broken_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr("leanclip.data.decode.MOST_PIXELS", 1000)
+    monkeypatch.setattr("leanclip.data.decode.MAX_PIXELS", 1000)
     pairs = write_images(tmp_path / "data", 2)
     small = encoded(photograph(20, 20), "PNG")
     (tmp_path / "data" / "small.png").write_bytes(small)

@@ -34,8 +34,8 @@ SOURCE is one of:
   images/                   kite.jpg with kite.txt beside it, or a list: metadata.jsonl, captions.csv, captions.txt
   captions_val2017.json     COCO captions, with the images beside it or in --images
 
-Every image is decoded as a check and then copied unchanged; formats other than JPEG, PNG and WebP become PNG. The same
-input gives the same bytes. Run the same command again to resume after an interruption.
+Every image is decoded as a check and then copied unchanged; formats other than JPEG, PNG and WebP become PNG. The
+same input gives the same bytes. Run the same command again to resume after an interruption.
 The exit code is 1 if more than --max-broken of the samples were left out.
 
 Example: leanclip data pack pairs.csv shards/ --caption-key text --max-size 256
@@ -136,7 +136,8 @@ def _pack(command: PackCommand) -> None:
     with progress_bar("packing", len(source)) as progress:
         summary = pack(source, Path(command.out), config, workers=workers, progress=progress)
     _show_pack(command, source, summary)
-    _exit_above(summary.broken_share if summary.samples else 1.0, command.max_broken, "--max-broken")
+    too_many = summary.broken_share > command.max_broken or not summary.samples
+    _exit_if(too_many, summary.broken_share, command.max_broken, "--max-broken")
 
 
 def open_packable(command: PackCommand) -> "Packable":
@@ -236,7 +237,8 @@ def _check(command: CheckCommand) -> None:
         except OSError as error:
             raise UserError(f"cannot write {command.json} ({first_line(error)})", code="data.cannot_write") from error
     _show_check(report)
-    _exit_above(report["broken_share"], command.threshold, "--threshold")
+    too_many = report["broken_share"] > command.threshold
+    _exit_if(too_many, report["broken_share"], command.threshold, "--threshold")
 
 
 def _show_check(report: dict[str, Any]) -> None:
@@ -282,8 +284,8 @@ def _show(title: str, rows: dict[str, str]) -> None:
     console.print(table)
 
 
-def _exit_above(share: float, limit: float, flag: str) -> None:
-    if share > limit:
+def _exit_if(too_many: bool, share: float, limit: float, flag: str) -> None:
+    if too_many:
         print(f"leanclip: {share:.1%} of the samples are broken, more than {flag} {limit:.1%}", file=sys.stderr)
         sys.exit(1)
 

@@ -13,8 +13,8 @@ class DataConfig:
 
     train_data: str | None = common(None)
     """WebDataset tar shards, or a .csv or .tsv of image paths and captions. Shards: a path, a directory, a glob, a
-    brace pattern such as 'cc3m-{00000..00331}.tar', or URLs of these forms (s3://, gs://, https://); separate several with
-    ::. synthetic:N generates N samples. Default: the bundled emoji."""
+    brace pattern such as 'cc3m-{00000..00331}.tar', or URLs of these forms (s3://, gs://, https://); separate several
+    with ::. synthetic:N generates N samples. Default: the bundled emoji."""
     train_data_upsampling_factors: str | None = None
     """How often an epoch visits each of several sources, such as 2::1. Default: once."""
     val_data: str | None = common(None)

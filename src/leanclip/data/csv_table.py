@@ -62,7 +62,7 @@ class Table(Packable):
         return len(self._starts) - 1
 
     def image_bytes(self, index: int) -> bytes:
-        return read_image(self.path.parent, self._row(index)[self._image_column], self.name(index))
+        return read_image(self.path.parent, self._row(index)[self._image_column], self.name(index), anywhere=True)
 
     def captions(self, index: int) -> list[str]:
         return clean_captions([self._row(index)[self._caption_column]], self.name(index))

@@ -127,10 +127,13 @@ def file_identity(path: Path) -> str:
     return f"{path.name} {status.st_size} {status.st_mtime_ns}"
 
 
-def read_image(folder: Path, path: str, name: str) -> bytes:
-    """The bytes of an image file; a relative path counts from `folder`."""
+def read_image(folder: Path, path: str, name: str, *, anywhere: bool = False) -> bytes:
+    """The bytes of an image file. Lists are often downloaded: only one that may name files `anywhere` can leave
+    `folder`, from which relative paths count."""
     if not path.strip():
         raise BrokenSample("no image", f"{name} names no image")
+    if not anywhere and (PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts):
+        raise BrokenSample("escaping path", f"{name}: {path} is outside the folder; only files below it may be named")
     try:
         content = (folder / path).read_bytes()
     except (OSError, ValueError) as error:
@@ -148,9 +151,3 @@ def clean_captions(captions: Iterable[str], name: str) -> list[str]:
     if not any(stripped):
         raise BrokenSample("empty", f"the caption of {name} is empty")
     return [caption for caption in stripped if caption]
-
-
-def refuse_outside(path: str, name: str) -> None:
-    """A list is often downloaded: it may name files below its folder and no others."""
-    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-        raise BrokenSample("escaping path", f"{name}: {path} is outside the folder; only files below it may be named")

@@ -144,5 +144,7 @@ def _duplicates(hashes: np.ndarray, ids: np.ndarray, source: Source) -> dict[str
     return {
         "count": len(repeated),
         "share": len(repeated) / max(1, len(hashes)),
-        "examples": [f"{source.name(later)} duplicates {source.name(first)}" for later, first in pairs[:MAX_EXAMPLES]],
+        "examples": [
+            f"{source.name(later)} duplicates {source.name(first)}" for later, first in pairs[:MAX_EXAMPLES]
+        ],
     }

@@ -8,14 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from leanclip.data.source import (
-    BrokenSample,
-    Packable,
-    clean_captions,
-    file_identity,
-    read_image,
-    refuse_outside,
-)
+from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, read_image
 from leanclip.errors import UserError, first_line
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -67,9 +60,7 @@ class Folder(Packable):
         return len(self._names)
 
     def image_bytes(self, index: int) -> bytes:
-        name = self._names[index]
-        refuse_outside(name, self.name(index))
-        return read_image(self.path, name, self.name(index))
+        return read_image(self.path, self._names[index], self.name(index))
 
     def captions(self, index: int) -> list[str]:
         name = self._names[index]
@@ -97,7 +88,9 @@ class Folder(Packable):
 
 
 def _refuse_unreadable(error: OSError) -> None:
-    raise UserError(f"cannot read the folder {error.filename} ({first_line(error)})", code="data.unreadable") from error
+    raise UserError(
+        f"cannot read the folder {error.filename} ({first_line(error)})", code="data.unreadable"
+    ) from error
 
 
 def _read_list(path: Path) -> Iterator[tuple[str, list[str]]]:

@@ -162,8 +162,8 @@ def _refuse_other(out: Path, first: str, head: dict[str, Any]) -> None:
     for name, flag in (("samples_per_shard", "--samples-per-shard"), ("max_size", "--max-size")):
         if stored.get(name) != head[name]:
             raise UserError(
-                f"{out} was packed with {flag} {stored.get(name)}, not {head[name]}; give the same value, or pack into"
-                " another folder",
+                f"{out} was packed with {flag} {stored.get(name)}, not {head[name]}; give the same value, or another"
+                " folder",
                 code="pack.other_settings",
             )
 

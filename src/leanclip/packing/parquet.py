@@ -8,14 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from leanclip.data.source import (
-    BrokenSample,
-    Packable,
-    clean_captions,
-    file_identity,
-    read_image,
-    refuse_outside,
-)
+from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, read_image
 from leanclip.errors import UserError
 
 IMAGE_KEYS = ("image", "jpg", "img", "image_bytes", "bytes", "filepath", "image_path", "file_name", "path")
@@ -62,7 +55,6 @@ class Parquet(Packable):
             image, path = None, image
         if image:
             return bytes(image)
-        refuse_outside(path or "", self.name(index))
         return read_image(self.paths[self._location(index)[0]].parent, path or "", self.name(index))
 
     def captions(self, index: int) -> list[str]:
