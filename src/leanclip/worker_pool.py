@@ -52,7 +52,8 @@ def run_tasks(
                 yield future.result()
     except BrokenProcessPool as error:
         raise UserError(
-            "a worker process died, perhaps for want of memory; run the command again, with fewer --workers"
+            "a worker process died, perhaps out of memory; run the command again with fewer --workers",
+            code="data.worker_died",
         ) from error
     finally:
         stop.set()

@@ -1,4 +1,4 @@
-"""The bundled pictures in every form that people keep pictures and captions in."""
+"""The bundled images in every form that leanclip reads or packs."""
 
 import csv
 import json
@@ -111,7 +111,6 @@ def make_coco(folder: Path, count: int) -> Path:
     return path
 
 
-DIRECT = {"csv": make_csv, "tsv": make_tsv}
 PACKABLE = {
     "csv": make_csv,
     "tsv": make_tsv,

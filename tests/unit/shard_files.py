@@ -1,15 +1,25 @@
-"""Small shards for tests: sound ones, and every kind of broken one."""
+"""Small shards for tests, and the command line that reads them."""
 
 import io
 import json
 import tarfile
 
 import numpy as np
+import pytest
 from PIL import Image
 
 
+def exit_code(*arguments):
+    """Of a leanclip command."""
+    from leanclip.cli import main
+
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    return stop.value.code
+
+
 def write_shard(path, samples):
-    """A tar of {name: bytes}, or of (name, bytes) pairs where a name comes twice."""
+    """A tar of {name: bytes}, or of (name, bytes) pairs if a name is a duplicate."""
     path.write_bytes(shard_bytes(samples))
     return path
 
@@ -25,7 +35,7 @@ def shard_bytes(samples, **options):
 
 
 def picture(seed, size=(24, 20), kind="JPEG", **options):
-    """The bytes of an image of smooth random colours."""
+    """An encoded image of smooth random colours."""
     pixels = np.random.default_rng(seed).integers(0, 256, (3, 3, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(file, kind, **options)
@@ -33,7 +43,7 @@ def picture(seed, size=(24, 20), kind="JPEG", **options):
 
 
 def sound(count, start=0, **options):
-    """Samples with one caption or with several weighted ones."""
+    """The files of valid samples, with one caption or with several weighted ones."""
     files = {}
     for number in range(start, start + count):
         files[f"{number:05d}.jpg"] = picture(number, **options)
@@ -46,7 +56,7 @@ def sound(count, start=0, **options):
 
 
 def tokenizer(captions):
-    """Tokens that tell which caption was chosen."""
+    """Tokens that identify the caption."""
     import torch
 
     return torch.tensor([list(caption.encode()[:24].ljust(24)) for caption in captions])

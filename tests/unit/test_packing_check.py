@@ -1,0 +1,150 @@
+"""The report of `leanclip data check` on data with known defects."""
+
+import io
+import json
+
+import pytest
+from data_forms import bundled, make_csv, write_images, write_table
+from in_workers import count_words
+from PIL import Image
+from shard_files import exit_code, write_shard
+
+from leanclip.data import DataConfig, open_source
+from leanclip.data.synthetic import Synthetic
+from leanclip.models import TokenCounter
+from leanclip.packing.check import check
+from refusal import refusal_code
+
+
+def command(*arguments):
+    return exit_code("data", "check", *arguments, "--workers", "1")
+
+
+def report_on(data, **options):
+    source = open_source(str(data), DataConfig())
+    return check(source, **({"count_tokens": count_words, "context_length": 4} | options))
+
+
+def encoded(width, height, kind="PNG"):
+    file = io.BytesIO()
+    Image.effect_noise((width, height), 50).convert("RGB").save(file, kind)
+    return file.getvalue()
+
+
+def test_shards_are_measured(tmp_path):
+    wide, tall = encoded(40, 20), encoded(20, 60, "JPEG")
+    several = json.dumps({"captions": ["one two three four five", "one", " "]}).encode()
+    samples = {
+        "1.png": wide, "1.txt": b"one two",
+        "2.jpg": tall, "2.json": several,
+        "3.png": wide, "3.txt": b"one two three",
+        "4.png": encoded(30, 30), "4.txt": b"one two",
+        "5.jpg": tall[: len(tall) // 2], "5.txt": b"x",
+        "6.png": b"", "6.txt": b"x",
+        "7.png": wide, "7.txt": b" ",
+        "8.png": wide, "8.txt": b"caf\xe9",
+        "9.png": wide,
+    }  # fmt: skip
+    report = report_on(write_shard(tmp_path / "a.tar", samples))
+    assert report["samples"] == report["checked"] == 8
+    assert report["broken"] == {"empty": 2, "image": 1, "encoding": 1}
+    assert report["left_out_on_opening"] == {"no caption": 1}
+    assert report["broken_share"] == 5 / 9
+    assert report["empty_captions"] == 1
+    assert report["image_formats"] == {"PNG": 3, "JPEG": 1}
+    assert report["image_width"] == {"min": 20, "median": 35, "max": 40}
+    assert report["image_height"] == {"min": 20, "median": 25, "max": 60}
+    assert report["captions"] == 5 and report["captions_per_image"] == {"min": 1, "median": 1, "max": 2}
+    assert report["tokens"] == {"min": 1, "median": 2, "max": 5}
+    assert (report["longer_than_context"], report["longer_than_context_share"]) == (1, 0.2)
+    assert report["duplicate_images"]["count"] == 1
+    assert report["duplicate_images"]["examples"] == [f"3 of {tmp_path}/a.tar duplicates 1 of {tmp_path}/a.tar"]
+    assert report["duplicate_captions"]["count"] == 1
+    assert "sample 5 of " in report["broken_examples"]["image"][0]
+
+
+def test_several_processes_give_the_same_report(tmp_path):
+    pairs = write_images(tmp_path, 8)
+    rows = [pairs[number % 8] for number in range(2000)]
+    rows[3], rows[1700], rows[900] = ("gone.jpg", "a"), ("lost.jpg", "a"), (pairs[0][0], " ")
+    path = write_table(tmp_path / "pairs.csv", rows)
+    counted = []
+    alone, together = report_on(path, progress=counted.append), report_on(path, workers=2)
+    assert alone == together
+    assert sum(counted) == 2000
+    assert alone["duplicate_images"]["count"] == 2000 - 3 - 8
+    assert [message.partition(":")[0] for message in alone["broken_examples"]["no image"]] == [
+        f"row 4 of {path}", f"row 1701 of {path}"
+    ]  # fmt: skip
+
+
+def test_a_random_sample_of_a_large_set_is_checked():
+    report = check(Synthetic(10**9), count_tokens=count_words, context_length=77, sample=50)
+    assert report["samples"] == 10**9 and report["checked"] == report["captions"] == 50
+    assert report["tokens"]["min"] >= 6 and report["tokens"]["max"] <= 21
+    assert report == check(Synthetic(10**9), count_tokens=count_words, context_length=77, sample=50)
+
+
+def test_a_set_without_a_good_sample_is_reported(tmp_path):
+    path = write_table(tmp_path / "pairs.csv", [("gone.jpg", "a")])
+    report = report_on(path)
+    assert report["broken_share"] == 1 and report["tokens"] == {} and report["captions"] == 0
+    assert command(path) == 1
+
+
+def test_the_command_shows_a_table_and_writes_json(tmp_path, capsys):
+    path = make_csv(tmp_path, 10)
+    assert command(path, "--json", tmp_path / "check.json") == 0
+    shown = capsys.readouterr().out
+    report = json.loads((tmp_path / "check.json").read_text())
+    assert report["samples"] == 10 and report["broken"] == {} and report["model"] == "ViT-B-32"
+    count = TokenCounter("ViT-B-32")
+    lengths = [count(caption) for _, caption in bundled(10)]
+    assert report["tokens"]["min"] == min(lengths) and report["tokens"]["max"] == max(lengths)
+    for text in ("samples", "caption length", "longer than 77 tokens", "duplicate images", "broken in all"):
+        assert text in shown
+
+
+def test_the_exit_code_is_1_above_the_threshold(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")  # so that no long path is cut
+    pairs = write_images(tmp_path, 9)
+    path = write_table(tmp_path / "pairs.tsv", [*pairs, ("[gone].jpg", "a kite")], separator="\t")
+    assert command(path) == 1
+    captured = capsys.readouterr()
+    assert "10.0% of the samples are broken, more than --threshold 1.0%" in captured.err
+    assert "[gone].jpg" in "".join(captured.out.split())
+    assert command(path, "--threshold", "0.1") == 0
+
+
+def test_the_tokenizer_of_the_model_counts_the_tokens():
+    count = TokenCounter("leanclip-tiny")
+    text = "a photo of a very small cat, perhaps"
+    from leanclip.models import ModelConfig, create_model
+
+    model = create_model(ModelConfig(model="leanclip-tiny"))
+    assert count(text) == int((model.tokenizer([text])[0] != 0).sum())
+    assert count(text * 50) > count.context_length == model.tokenizer([text]).shape[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("gone.tar", "data.not_found"),
+        ("gone.csv", "data.not_found"),
+        ("synthetic:5 --sample 0", "data.bad_value"),
+        ("synthetic:5 --model ViT-Z", "model.unknown"),
+        ("synthetic:5 --json no/where.json", "data.cannot_write"),
+    ],
+)
+def test_user_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, code):
+    monkeypatch.chdir(tmp_path)
+    assert command(*arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert refusal_code(error) == code and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--help"], 0), (["unpack"], 2)])
+def test_the_overview_names_both_commands(arguments, code, capsys):
+    assert exit_code("data", *arguments) == code
+    captured = capsys.readouterr()
+    assert "data pack" in captured.out + captured.err and "data check" in captured.out + captured.err
