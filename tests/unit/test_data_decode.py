@@ -1,4 +1,4 @@
-"""Decoding against open_clip's own transforms."""
+"""Decoding against open_clip's transforms."""
 
 import io
 import random
@@ -100,19 +100,19 @@ def test_training_pixels_are_open_clips_given_the_crop(size, scale):
         assert difference(ours, torch.from_numpy(theirs / 255).permute(2, 0, 1)) <= 2
 
 
-def test_crops_are_drawn_as_torchvision_draws_them():
-    """Mean and spread of area, shape and place over many draws."""
+def test_crops_have_the_distribution_of_torchvision():
+    """Mean and spread of area, aspect ratio and position."""
 
     def figures(boxes, size):
         left, top, wide, tall = np.array(boxes, float).T
         return np.stack([wide * tall / size[0] / size[1], np.log(wide / tall), left / size[0], top / size[1]])
 
     for size, scale in (((500, 375), (0.3, 1.0)), ((100, 400), (0.9, 1.0))):
-        picture = torch.empty(1, size[1], size[0])
+        image = torch.empty(1, size[1], size[0])
         torch.manual_seed(0)
         theirs = []
         for _ in range(4000):
-            top, left, tall, wide = RandomResizedCrop.get_params(picture, list(scale), [3 / 4, 4 / 3])
+            top, left, tall, wide = RandomResizedCrop.get_params(image, list(scale), [3 / 4, 4 / 3])
             theirs.append((left, top, wide, tall))
         ours = []
         for seed in range(4000):
@@ -123,7 +123,7 @@ def test_crops_are_drawn_as_torchvision_draws_them():
         assert np.allclose(one.std(1), two.std(1), atol=0.015)
 
 
-def test_colours_are_varied_as_torchvision_varies_them():
+def test_colour_jitter_has_the_distribution_of_torchvision():
     image = whole(photograph(64, 64))
     strength = (0.4, 0.4, 0.4, 0.1)
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def test_unusual_jpegs_are_reduced_too(mode):
     assert difference(ours, torch.from_numpy(theirs / 255).permute(2, 0, 1)) <= 2
 
 
-def test_huge_and_foreign_images_are_refused():
+def test_huge_damaged_and_unsupported_images_are_broken():
     transform = training_transform(PreprocessCfg(size=16))
     bomb = io.BytesIO()
     Image.new("1", (12_000, 12_000)).save(bomb, "PNG")
@@ -164,9 +164,9 @@ def test_huge_and_foreign_images_are_refused():
     Image.new("1", (20_000, 20_000)).save(bomb, "PNG")
     with pytest.raises(BrokenSample):
         transform(bomb.getvalue(), random.Random(0))
-    with pytest.raises(BrokenSample) as foreign:
+    with pytest.raises(BrokenSample) as unsupported:
         transform(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", random.Random(0))
-    assert foreign.value.kind == "image"
+    assert unsupported.value.kind == "image"
     content = photograph(300, 200)
     for cut in (0, 10, 200, len(content) // 2):
         with pytest.raises(BrokenSample):

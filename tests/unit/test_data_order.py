@@ -14,7 +14,7 @@ KINDS = pytest.mark.parametrize("kind", [Permutation, BlockPermutation])
 
 
 def chi_square(counts):
-    """How many standard deviations the statistic of a table lies above what chance gives."""
+    """The statistic of a table in standard deviations above its expectation."""
     expected = counts.sum() / counts.size
     statistic = ((counts - expected) ** 2 / expected).sum()
     freedom = (len(counts) - 1) ** 2
@@ -28,14 +28,14 @@ def test_every_id_comes_once(kind, size, key):
     assert (np.sort(kind(size, key)(np.arange(size))) == np.arange(size)).all()
 
 
-def test_a_position_does_not_depend_on_which_others_are_asked_for():
+def test_a_position_does_not_depend_on_other_positions():
     permutation = Permutation(10_007, 5)
     whole = permutation(np.arange(10_007))
     assert (permutation(np.array([4711, 3])) == whole[[4711, 3]]).all()
 
 
-def test_every_place_is_equally_likely():
-    """Each of 16 samples at each of 16 places, and each successor of a sample, over 8,000 epochs."""
+def test_every_position_is_equally_likely():
+    """Each of 16 samples at each of 16 positions, and each pair of neighbours, over 8,000 epochs."""
     size, epochs = 16, 8000
     places, successors = np.zeros((size, size)), np.zeros((size, size))
     for epoch in range(epochs):
@@ -57,7 +57,7 @@ def test_a_large_epoch_is_mixed(kind):
     if kind is Permutation:
         assert chi_square(counts) < 4
         assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.005
-    else:  # blocks of neighbours make it coarser, not crooked
+    else:  # blocks of neighbours make it coarser, without a bias
         assert abs(counts / counts.mean() - 1).max() < 0.5
 
 
@@ -78,10 +78,10 @@ def test_neighbours_stay_together_in_blocks():
     assert (np.diff(ids) > 1).sum() <= 33  # 32 runs of neighbours, one perhaps cut by the end of the ids
 
 
-def test_a_split_keeps_what_it_does_not_hold_out():
-    kept = SplitVisits(1000, 100, seed=3)
-    ids, _ = kept.at(np.arange(900), seed=3, epoch=0)
-    assert sorted([*ids, *kept.held_out_ids()]) == list(range(1000))
+def test_a_split_covers_every_id():
+    split = SplitVisits(1000, 100, seed=3)
+    ids, _ = split.at(np.arange(900), seed=3, epoch=0)
+    assert sorted([*ids, *split.held_out_ids()]) == list(range(1000))
 
 
 @settings(max_examples=30, deadline=None)
@@ -91,7 +91,7 @@ def test_a_split_keeps_what_it_does_not_hold_out():
     batch=st.integers(1, 20),
     epoch=st.integers(0, 3),
 )
-def test_weighted_sources_are_visited_as_often_as_asked(counts, factors, batch, epoch):
+def test_weighted_sources_are_visited_by_their_factors(counts, factors, batch, epoch):
     ends = np.cumsum(counts)
     parts = [
         Part(int(end - count), int(end), factor)
@@ -107,18 +107,18 @@ def test_weighted_sources_are_visited_as_often_as_asked(counts, factors, batch, 
     assert len(set(ids[copies == 0])) == (copies == 0).sum()
     order = Order(visits, batch=batch, seed=1)
     for step in range(order.steps):
-        found = order.batch_ids(epoch, step)[0]
-        kept = found[found >= 0]
-        assert len(set(kept)) == len(kept)
+        batch_ids = order.batch_ids(epoch, step)[0]
+        distinct = batch_ids[batch_ids >= 0]
+        assert len(set(distinct)) == len(distinct)
 
 
 @pytest.mark.parametrize("visits", [UniformVisits(103), WeightedVisits([Part(0, 40, 2.0), Part(40, 100, 1.0)])])
-def test_stand_ins_of_different_slots_never_meet(visits):
+def test_replacements_of_different_slots_are_disjoint(visits):
     order = Order(visits, batch=10, seed=4)
     for step in range(order.steps):
         ids, _ = order.batch_ids(2, step)
-        taken = set(ids.tolist())
+        used = set(ids.tolist())
         for slot in range(10):
             candidates = set(order.replacements(2, step, slot))
-            assert candidates and not candidates & taken
-            taken |= candidates
+            assert candidates and not candidates & used
+            used |= candidates

@@ -1,0 +1,68 @@
+"""Opening the bundled data, shards by pattern, and held-out splits."""
+
+import json
+
+import numpy as np
+import pytest
+from shard_files import picture, sound, write_shard
+
+from leanclip.data import DataConfig, Shards, open_datasets, open_validation
+from leanclip.data.datasets import BUNDLED
+from leanclip.data.files import expand
+from refusal import refuses
+
+
+def test_the_bundled_data_are_complete():
+    data = open_datasets(DataConfig(), seed=0)
+    assert len(data.train) == 1830
+    assert data.val is not None and len(data.val) == 200
+    assert data.note is not None and "unseen renders of known concepts" in data.note
+    assert data.train.source.captions(0) == ["spider web"]
+    notices = (BUNDLED / "LICENSES.md").read_text()
+    for name in ("Fluent", "MIT License", "Noto", "Apache License", "Unicode"):
+        assert name in notices
+
+
+def test_captions_come_from_json_or_text(tmp_path):
+    several = {"captions": ["one", "two"]}
+    path = write_shard(
+        tmp_path / "a.tar",
+        {
+            "a/1.jpg": picture(1), "a/1.txt": b"one", "a/1.json": json.dumps(several).encode(),
+            "a/2.jpg": picture(2), "a/2.txt": " ünï ".encode(),
+            "a/2b.jpg": picture(2), "a/2b.json": b'{"captions": "just one"}',
+            "a/3.jpg": picture(3),
+            "a/4.txt": b"no image",
+        },
+    )  # fmt: skip
+    shards = Shards(str(path))
+    assert [shards.captions(i) for i in range(len(shards))] == [["one", "two"], ["ünï"], ["just one"]]
+    assert shards.broken == {"no caption": 1, "no image": 1}
+
+
+def test_patterns_expand_in_a_stable_order(tmp_path):
+    for number in range(3):
+        write_shard(tmp_path / f"s-{number:02d}.tar", sound(1))
+    expected = [str(tmp_path / f"s-{number:02d}.tar") for number in range(3)]
+    for pattern in ("s-{00..02}.tar", "s-*.tar", ""):
+        assert expand(str(tmp_path / pattern)) == expected
+    with refuses("data.not_found", "s-03.tar (from", "s-{00..03}.tar"):
+        Shards(str(tmp_path / "s-{00..03}.tar"))
+
+
+def test_val_split_holds_out_without_overlap():
+    data = open_datasets(DataConfig(val_split=0.1), seed=4)
+    assert data.val is not None
+    assert len(data.val) == 183 and len(data.train) == 1647
+    training_ids, _ = data.train.visits.at(np.arange(1647), seed=4, epoch=0)
+    assert len({*data.val.ids, *training_ids}) == 1830
+    val, note = open_validation(DataConfig(val_split=0.1), seed=4)
+    assert val is not None and (val.ids == data.val.ids).all() and note == data.note is not None
+    with refuses("data.empty_split", "--val-split"):
+        open_datasets(DataConfig(val_split=1e-6), seed=4)
+
+
+@pytest.mark.parametrize("samples", [{}, {"1.txt": b"x"}])
+def test_shards_without_samples_are_refused(tmp_path, samples):
+    with refuses("data.no_samples", "bad.tar"):
+        Shards(str(write_shard(tmp_path / "bad.tar", samples)))
