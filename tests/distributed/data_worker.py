@@ -1,4 +1,4 @@
-"""What one rank of the data tests does: train on shards with broken samples, and write down what each step saw."""
+"""One rank of the data tests: trains on shards with broken samples and records the samples of each step."""
 
 import contextlib
 import hashlib
@@ -19,7 +19,7 @@ from leanclip.training_run import prepare
 
 
 def train_on_shards(ranks, folder, pattern, logs, stop, resume=False, workers=0, max_broken=1.0):
-    """Steps of a run of three epochs, up to `stop`; returns what this rank's share of each step was."""
+    """Steps of a run of three epochs, up to `stop`; returns this rank's share of each step."""
     vit = vit_file(folder, text={"context_length": 77, "vocab_size": 49408})
     values = {
         "train_data": pattern, "model": vit, "global_batch_size": 10, "epochs": 3, "device": "cpu",
@@ -42,13 +42,13 @@ def train_on_shards(ranks, folder, pattern, logs, stop, resume=False, workers=0,
         ]
         return take_step(self, batch)
 
-    complaint = ""
+    code = ""
     _Trainer.take_step = watched
     try:
         with contextlib.suppress(Killed):
             train(job, directory, Console(quiet=True), stop=KilledAfter(stop))
     except UserError as error:
-        complaint = str(error)
+        code = error.code
     finally:
         _Trainer.take_step = take_step
-    return {"seen": json.dumps(seen), "complaint": complaint, "weights": torch.zeros(())}
+    return {"seen": json.dumps(seen), "code": code, "weights": torch.zeros(())}
