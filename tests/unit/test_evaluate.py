@@ -148,7 +148,7 @@ def test_mistakes_are_one_line(arguments, words, small_run, tmp_path, monkeypatc
 def test_what_is_not_there_is_named_once(flag, small_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert evaluate(small_run, flag, "absent") == 2
-    assert capsys.readouterr().err == "leanclip: no such file or folder: absent\n"
+    assert capsys.readouterr().err == "leanclip: no such file or folder: absent [data.not_found]\n"
 
 
 def test_captions_are_not_classes(small_run, sets, capsys):
