@@ -121,7 +121,7 @@ def test_empty_data(capsys, tmp_path):
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_broken_sample_is_one_line_from_a_worker_too(workers, capsys, tmp_path):
-    from test_data import jpeg, write_shard
+    from shard_files import jpeg, write_shard
 
     samples = {f"{n}.jpg": jpeg("red") for n in range(8)} | {f"{n}.txt": b"\xff\xfe" for n in range(8)}
     shard = write_shard(tmp_path / "latin.tar", samples)
