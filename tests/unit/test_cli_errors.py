@@ -121,9 +121,9 @@ def test_empty_data(capsys, tmp_path):
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_broken_sample_is_one_line_from_a_worker_too(workers, capsys, tmp_path):
-    from shard_files import jpeg, write_shard
+    from shard_files import write_shard
 
-    samples = {f"{n}.jpg": jpeg("red") for n in range(8)} | {f"{n}.txt": b"\xff\xfe" for n in range(8)}
+    samples = {f"{n}.jpg": picture(1) for n in range(8)} | {f"{n}.txt": b"\xff\xfe" for n in range(8)}
     shard = write_shard(tmp_path / "latin.tar", samples)
     arguments = ["--train-data", str(shard), "--logs", str(tmp_path), "--batch-size", "4", "--workers", workers]
     line = refusal(train("--name", "bad", "--max-steps", "1", "--warmup", "0", *arguments), capsys)
