@@ -24,6 +24,10 @@ def draw(path: Path, panels: Mapping[str, Lines], *, dashed: str = "", **setting
             axes.set(xlabel=x_label)
         figure.suptitle(settings.pop("title"), x=0.01, ha="left")
         axes_row[0, 0].set(**settings)
+        if settings.get("xscale") == "log":
+            ticks = sorted({x for lines in panels.values() for points in lines.values() for x, _ in points})
+            axes_row[0, 0].set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
+            axes_row[0, 0].set_xticks([], minor=True)
         axes_row[0, -1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)

@@ -141,7 +141,7 @@ def decode(folder: Path) -> dict[str, Tensor]:
 
 def stacked_images(pairs: list[dict[str, bytes]]) -> Tensor:
     with ThreadPoolExecutor() as pool:
-        return torch.from_numpy(np.stack(list(pool.map(pixels, [sample["jpg"] for sample in pairs]))))
+        return torch.from_numpy(np.stack(list(pool.map(pixels, [sample["jpg"] for sample in pairs])))).contiguous()
 
 
 def shrink(shard: Path, target: Path) -> None:

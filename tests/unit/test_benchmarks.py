@@ -1,4 +1,4 @@
-"""Benchmarks rot unless something runs them."""
+"""Every benchmark script runs on toy data."""
 
 import subprocess
 import sys

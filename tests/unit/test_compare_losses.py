@@ -1,13 +1,16 @@
 """The comparison of trained models: its statistics, which runs count, and its training runs."""
 
+import io
 import json
 import math
 import sys
+import tarfile
 from dataclasses import replace
 from types import SimpleNamespace
 
 import compare_losses
 import estimate_error
+import photo_dataset
 import pytest
 import stats
 import step_time
@@ -15,6 +18,7 @@ import torch
 import training_runs
 from compare_losses import Comparison
 from photo_dataset import CaptionedImages, PhotoDataset
+from PIL import Image
 from training_runs import Run, RunStore
 
 from leanclip.data.datasets import BUNDLED
@@ -210,6 +214,37 @@ def test_captions_belong_to_their_images(emoji):
     data = CaptionedImages(pixels, tokens, torch.ones(len(tokens)).long(), torch.arange(images + 1) * several)
     large = next(training_runs.batches(data, Run("infonce", images, 1e-3, 1), CPU))
     assert large.tokens[:, 0].equal(large.sample_ids)
+
+
+def test_photos_are_shrunk_decoded_once_and_labelled(tmp_path, monkeypatch):
+    def write(name, *samples):
+        path = tmp_path / "sets" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as archive:
+            for number, (side, members) in enumerate(samples):
+                image = io.BytesIO()
+                Image.new("RGB", (side, side)).save(image, "JPEG")
+                for ending, content in ({"jpg": image.getvalue()} | members).items():
+                    member = tarfile.TarInfo(f"{number}.{ending}")
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+
+    write("coco_64/train-000.tar.gz", (64, {"json": b'{"captions": ["one", "two words"]}', "txt": b"one"}))
+    write("flickr8k/train-000.tar", (100, {"txt": b"three"}))
+    write("flickr8k/val-000.tar", (100, {"txt": b"four"}))
+    write("flickr8k/test-000.tar", (100, {"txt": b"five"}), (80, {"txt": b"six"}))
+    write("cifar10/test10k-000.tar.gz", (32, {"cls": b"1"}), (32, {"cls": b"0"}))
+    (tmp_path / "sets/cifar10/classnames.txt").write_text("cat\ndog\n")
+    photos = tmp_path / "photos"
+    monkeypatch.setattr(sys, "argv", ["photo_dataset.py", str(tmp_path / "sets"), str(photos)])
+    photo_dataset.main()
+    for _ in range(2):
+        data = PhotoDataset.load(photos)
+        assert data.train.images.shape == (2, 3, 64, 64) and data.train.first.tolist() == [0, 2, 3]
+        assert len(data.val.images) == 1 and data.test.image_of_text.tolist() == [0, 1]
+        assert data.labels.tolist() == [1, 0] and data.prompts.shape == (2, 4, 77)
+        assert data.train.last(1).first.tolist() == [0, 1] and data.train.last(1).tokens.equal(data.train.tokens[2:])
+        monkeypatch.setattr(photo_dataset, "decode", lambda _: pytest.fail("decoded again"))
 
 
 def test_crops_keep_their_size_and_half_are_mirrored():
