@@ -1,4 +1,4 @@
-"""Time and peak extra memory of one loss, forward and backward, against what people use today.
+"""Time and peak extra memory of one loss, forward and backward, against open_clip's and Inf-CL's.
 
     python benchmarks/bench_loss.py                      # the whole table, on a GPU
     python benchmarks/bench_loss.py --quick              # seconds, on any machine
@@ -14,11 +14,11 @@ import datetime
 import functools
 import gc
 import importlib.metadata
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +26,15 @@ import torch
 import torch.nn.functional as F
 
 import leanclip
+from leanclip.errors import first_line
 
 RESULTS = Path(__file__).parent / "results"
 OPERATIONS = {"infonce": 8, "siglip": 6, "fastclip-v2": 8, "fastclip-v3": 8}
 Step = Callable[[], Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    date: str
-    device: str
-    torch: str
-    triton: str
-    leanclip: str
-    loss: str
-    provider: str
-    dtype: str
-    batch: int
-    dim: int
-    median_ms: float | None  # None: out of memory
-    low_ms: float | None  # 20th percentile
-    high_ms: float | None  # 80th percentile
-    extra_mib: float | None  # None where the device does not count it
-    queued_ms: float | None  # the device's own time: as in a training step, where the launches wait in its queue
-    floor_ms: float
-    times_floor: float | None
-
-
 class Case:
-    """Embeddings that ask for gradients, and the parameters of the peers' losses."""
+    """Embeddings that require gradients, and the parameters of the baselines' losses."""
 
     def __init__(self, loss: str, batch: int, dim: int, dtype: torch.dtype, device: str) -> None:
         self.loss, self.batch, self.dim = loss, batch, dim
@@ -62,8 +42,9 @@ class Case:
         self.image, self.text = (
             F.normalize(torch.randn(batch, dim, device=device), dim=1).to(dtype).requires_grad_() for _ in range(2)
         )
-        self.log_scale = torch.tensor(2.659, device=device, requires_grad=True)
-        self.bias = torch.tensor(-10.0, device=device, requires_grad=True)
+        self.log_scale, self.bias = (
+            torch.tensor(value, device=device, requires_grad=True) for value in (2.659, -10.0)
+        )
 
     def clear(self) -> None:
         for tensor in (self.image, self.text, self.log_scale, self.bias):
@@ -71,12 +52,10 @@ class Case:
 
 
 def ours(case: Case, implementation: str = "auto") -> Step:
-    stateful = case.loss.startswith("fastclip")
-    hyper: dict[str, Any] = {"num_samples": case.batch} if stateful else {}
-    loss = leanclip.create_loss(case.loss, implementation=implementation, **hyper).to(case.image.device)
-    ids = torch.arange(case.batch, device=case.image.device) if stateful else None
-    if stateful:
-        loss.set_epoch(0, 2)
+    samples = case.batch if case.loss.startswith("fastclip") else None
+    loss = leanclip.create_loss(case.loss, implementation=implementation, num_samples=samples).to(case.image.device)
+    ids = torch.arange(case.batch, device=case.image.device)
+    loss.set_epoch(0, 2)
 
     def step() -> None:
         loss.zero_grad()
@@ -112,39 +91,45 @@ def inf_cl(case: Case) -> Step:
 
 
 def providers(loss: str) -> dict[str, Callable[[Case], Step]]:
-    found: dict[str, Callable[[Case], Step]] = {"leanclip": ours}
+    builders: dict[str, Callable[[Case], Step]] = {"leanclip": ours}
     if loss in ("infonce", "siglip"):
-        found["open_clip"] = functools.partial(open_clip, compiled=False)
-        found["open_clip compiled"] = functools.partial(open_clip, compiled=True)
+        builders["open_clip"] = functools.partial(open_clip, compiled=False)
+        builders["open_clip compiled"] = functools.partial(open_clip, compiled=True)
     if loss == "infonce":
-        found["leanclip tiled"] = functools.partial(ours, implementation="tiled")
-        found["inf_cl"] = inf_cl
-    return found
+        builders["leanclip tiled"] = functools.partial(ours, implementation="tiled")
+        builders["inf_cl"] = inf_cl
+    return builders
 
 
-def measure(case: Case, step: Step, repeats: int) -> tuple[list[float], list[float], float | None]:
-    """Milliseconds of each repeat, launched alone and queued, and the peak memory in MiB above what was allocated."""
-    cuda = case.image.is_cuda
+def measure(case: Case, step: Step, repeats: int) -> dict[str, float | None]:
+    """Percentiles of the milliseconds, launched alone and queued, and the peak MiB above what was allocated."""
+    cuda, extra = case.image.is_cuda, None
     for _ in range(3 if cuda else 1):
         case.clear()
         step()
     case.clear()
-    extra = None
     if cuda:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
         torch.cuda.synchronize()
-        extra = (torch.cuda.max_memory_allocated() - before) / 2**20
-    times, queued = [], []
+        extra = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+    alone, queued = [], []
     for _ in range(repeats):
         case.clear()
-        times.append(_milliseconds(step, cuda))
+        alone.append(_milliseconds(step, cuda))
         if cuda:
             case.clear()
             queued.append(_milliseconds(step, cuda, busy=True))
-    return times, queued, extra
+    fifth = repeats // 5
+    return {
+        "median_ms": round(statistics.median(alone), 4),
+        "low_ms": round(sorted(alone)[fifth], 4),  # 20th percentile
+        "high_ms": round(sorted(alone)[-1 - fifth], 4),  # 80th percentile
+        "extra_mib": extra,  # none where the device does not count it
+        "queued_ms": round(statistics.median(queued), 4) if queued else None,  # as in a training step
+    }
 
 
 def _milliseconds(step: Step, cuda: bool, *, busy: bool = False) -> float:
@@ -176,86 +161,46 @@ def bench(args: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rate = matmul_rate(device, dtype)
-    print(f"{_device_name(device)}: {rate / 1e9:.0f} TFLOP/s in a large {str(dtype)[6:]} product")
-    for loss in args.losses:
-        for dim in args.dims:
-            for batch in args.batches:
-                for provider, build in providers(loss).items():
-                    if args.providers and provider not in args.providers:
-                        continue
-                    if provider != "leanclip" and batch > args.largest_for_peers:
-                        continue
-                    row = _bench_one(loss, batch, dim, dtype, device, provider, build, rate, args.repeats)
-                    if row and not args.quick:
-                        append(row, args.output)
+    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{name}: {rate / 1e9:.0f} TFLOP/s in a large {str(dtype)[6:]} product")
+    facts = {"date": datetime.date.today().isoformat(), "device": name, "torch": torch.__version__,
+             "triton": _version("triton"), "leanclip": leanclip.__version__}  # fmt: skip
+    for loss, dim, batch in itertools.product(args.losses, args.dims, args.batches):
+        floor = OPERATIONS[loss] * batch**2 * dim / rate
+        for provider, build in providers(loss).items():
+            if args.providers and provider not in args.providers:
+                continue
+            if provider != "leanclip" and batch > args.largest_for_baselines:
+                continue
+            key = {"loss": loss, "provider": provider, "dtype": str(dtype)[6:], "batch": batch, "dim": dim}
+            times = _bench_one(loss, batch, dim, dtype, device, provider, build, args.repeats)
+            if times is None:
+                continue
+            ratio = round(times["median_ms"] / floor, 3) if times["median_ms"] else None
+            print(f"{loss:12s} {provider:20s} B={batch:<7d} d={dim:<5d} {times['median_ms']} ms, {ratio}x floor,"
+                  f" queued {times['queued_ms']} ms, {times['extra_mib']} MiB", flush=True)  # fmt: skip
+            if not args.quick:
+                append(facts | key | times | {"floor_ms": round(floor, 4), "times_floor": ratio}, args.output)
 
 
 def _bench_one(
-    loss: str,
-    batch: int,
-    dim: int,
-    dtype: torch.dtype,
-    device: str,
-    provider: str,
-    build: Callable[[Case], Step],
-    rate: float,
-    repeats: int,
-) -> Row | None:
-    floor = OPERATIONS[loss] * batch**2 * dim / rate
-    times: list[float] = []
-    queued: list[float] = []
-    extra = None
+    loss: str, batch: int, dim: int, dtype: torch.dtype, device: str, provider: str,
+    build: Callable[[Case], Step], repeats: int,
+) -> dict[str, float | None] | None:  # fmt: skip
+    """The measurements, empty values where memory did not suffice, or nothing where the provider cannot run."""
     try:
         case = Case(loss, batch, dim, dtype, device)
-        times, queued, extra = measure(case, build(case), repeats)
+        return measure(case, build(case), repeats)
     except torch.cuda.OutOfMemoryError:
         print(f"{loss} {provider} B={batch} d={dim}: out of memory")
+        return dict.fromkeys(("median_ms", "low_ms", "high_ms", "extra_mib", "queued_ms"))
     except (ImportError, RuntimeError, AssertionError) as error:
-        print(f"{loss} {provider} B={batch} d={dim}: skipped, {type(error).__name__}: {str(error)[:200]}")
+        print(f"{loss} {provider} B={batch} d={dim}: skipped, {first_line(error)}")
         return None
     finally:
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-    low, median, high = _percentiles(times)
-    device_only = _percentiles(queued)[1]
-    row = Row(
-        date=datetime.date.today().isoformat(),
-        device=_device_name(device),
-        torch=torch.__version__,
-        triton=_version("triton"),
-        leanclip=leanclip.__version__,
-        loss=loss,
-        provider=provider,
-        dtype=str(dtype)[6:],
-        batch=batch,
-        dim=dim,
-        median_ms=median,
-        low_ms=low,
-        high_ms=high,
-        extra_mib=None if extra is None else round(extra, 1),
-        queued_ms=device_only,
-        floor_ms=round(floor, 4),
-        times_floor=None if median is None else round(median / floor, 3),
-    )
-    memory = "" if extra is None else f"{extra / 1024:8.2f} GiB"
-    speed = "" if median is None else f"{median:10.3f} ms {median / floor:7.2f}x floor"
-    if device_only is not None:
-        speed += f" ({device_only:.3f} ms queued)"
-    print(f"{loss:12s} {provider:20s} B={batch:<7d} d={dim:<5d} {speed} {memory}", flush=True)
-    return row
-
-
-def _percentiles(times: list[float]) -> tuple[float | None, float | None, float | None]:
-    if not times:
-        return None, None, None
-    ordered = sorted(times)
-    low, high = ordered[len(ordered) // 5], ordered[-1 - len(ordered) // 5]
-    return round(low, 4), round(statistics.median(ordered), 4), round(high, 4)
-
-
-def _device_name(device: str) -> str:
-    return torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def _version(package: str) -> str:
@@ -265,14 +210,14 @@ def _version(package: str) -> str:
         return ""
 
 
-def append(row: Row, path: Path) -> None:
+def append(row: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
         if new:
             writer.writeheader()
-        writer.writerow(asdict(row))
+        writer.writerow(row)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -281,10 +226,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batches", nargs="+", type=int, default=[4096, 8192, 16384, 32768, 65536, 131072, 262144])
     parser.add_argument("--dims", nargs="+", type=int, default=[512])
     parser.add_argument("--providers", nargs="+", default=[], help="default: all that can be imported")
-    parser.add_argument("--largest-for-peers", type=int, default=65536)
+    parser.add_argument("--largest-for-baselines", type=int, default=65536)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--output", type=Path, default=RESULTS / "loss.csv")
-    parser.add_argument("--quick", action="store_true", help="small sizes, eager peers, results not kept")
+    parser.add_argument("--quick", action="store_true", help="small sizes, eager baselines, results not stored")
     parser.add_argument("--plot", action="store_true", help="draw the results to loss.svg beside them")
     args = parser.parse_args(arguments)
     if args.plot:

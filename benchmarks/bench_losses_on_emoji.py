@@ -1,4 +1,4 @@
-"""Every loss on the bundled emoji with the demo's settings: does each of them train, and how far in the same budget?
+"""Every loss on the bundled emoji with the demo's settings: the recall of each after the same number of steps.
 
     python benchmarks/bench_losses_on_emoji.py            # all eight, about ten minutes on 2 cores
     python benchmarks/bench_losses_on_emoji.py --quick    # a few steps of each
@@ -39,7 +39,7 @@ def measure(loss: str, logs: Path, extra: list[str]) -> dict[str, float | int | 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three steps of each loss, nothing is stored")
+    parser.add_argument("--quick", action="store_true", help="three steps of each loss, results not stored")
     parser.add_argument("--loss", nargs="*", default=list(leanclip.LOSSES))
     arguments = parser.parse_args()
     extra = ["--max-steps", "3", "--batch-size", "16", "--warmup", "0"] if arguments.quick else []

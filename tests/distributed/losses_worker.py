@@ -1,4 +1,4 @@
-"""What one rank of the losses' tests does: three steps of every loss on its share."""
+"""One rank of the losses' tests: three steps of every loss on its share."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ CASES += [("fastclip-v2", {"eps_form": "published"}), ("infonce", {"groups": Tru
 def batch(step):
     draw = torch.Generator().manual_seed(step)
     image, text = (normalize(torch.randn(BATCH, DIM, generator=draw), dim=1) for _ in range(2))
-    ids = torch.randperm(SAMPLES // 2, generator=draw)[:BATCH]  # half the samples, so that they come again
+    ids = torch.randperm(SAMPLES // 2, generator=draw)[:BATCH]  # half the samples, so that they are visited again
     return image, text, ids, torch.randint(8, (BATCH,), generator=draw)
 
 
@@ -27,18 +27,18 @@ def run(name, hyper, ranks, total=BATCH):
     grouped = hyper.pop("groups", False)
     stateful = name not in ("infonce", "siglip")
     loss = leanclip.create_loss(name, num_samples=SAMPLES if stateful else None, tau=0.1, **hyper)
-    mine = ranks.share(total)
-    found: dict[str, Any] = {}
+    share = ranks.share(total)
+    results: dict[str, Any] = {}
     for step in range(STEPS):
         loss.set_epoch(step, STEPS)
-        image, text, ids, groups = (part[:total][mine] for part in batch(step))
+        image, text, ids, groups = (part[:total][share] for part in batch(step))
         image, text = image.clone().requires_grad_(), text.clone().requires_grad_()
         loss.zero_grad()
         output = loss(image, text, ids, groups=groups if grouped else None, global_batch=total)
         output.loss.backward()
-        found = {"loss": output.loss.detach(), "image": image.grad, "text": text.grad}
-    found |= {f"grad {key}": parameter.grad for key, parameter in loss.named_parameters()}
-    return found | {f"state {key}": full_tensor(value) for key, value in loss.state_dict().items()}
+        results = {"loss": output.loss.detach(), "image": image.grad, "text": text.grad}
+    results |= {f"grad {key}": parameter.grad for key, parameter in loss.named_parameters()}
+    return results | {f"state {key}": full_tensor(value) for key, value in loss.state_dict().items()}
 
 
 def run_all(ranks, folder):

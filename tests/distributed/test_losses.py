@@ -10,7 +10,7 @@ from leanclip.distributed import Ranks
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks_results(request, tmp_path_factory):
-    """What each of N gloo processes found; their shares are unequal."""
+    """The results of N gloo processes; their shares are unequal."""
     size = request.param
     return size, run_ranks(run_all, size, tmp_path_factory.mktemp("ranks"))
 
@@ -22,30 +22,24 @@ def float64():
     torch.set_default_dtype(torch.float32)
 
 
-def assert_equal_to_one_process(size, found, alone):
-    for key, right in alone.items():
-        if key in ("image", "text"):
+def assert_equal_to_one_process(ranks_results, key, alone):
+    size, results = ranks_results
+    for name, expected in alone.items():
+        values = [result[key][name] for result in results]
+        if name in ("image", "text"):
             # Each rank has the complete gradient of its own embeddings, times the number of ranks.
-            assert torch.allclose(
-                torch.cat([result[key] for result in found]) / size, right, rtol=1e-9, atol=1e-14
-            ), key
-        else:
-            for result in found:
-                assert torch.allclose(result[key], right, rtol=1e-9, atol=1e-14), key
+            values = [torch.cat(values) / size]
+        assert all(torch.allclose(value, expected, rtol=1e-9, atol=1e-14) for value in values), name
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: "-".join([CASES[index][0], *CASES[index][1]]))
 def test_ranks_equal_one_process(index, ranks_results, float64):
-    size, results = ranks_results
-    assert_equal_to_one_process(
-        size, [result[index] for result in results], run(CASES[index][0], CASES[index][1], Ranks(0, 1, None))
-    )
+    assert_equal_to_one_process(ranks_results, index, run(*CASES[index], Ranks(0, 1, None)))
 
 
 def test_equal_shares_need_no_padding(ranks_results, float64):
-    size, results = ranks_results
-    alone = run("fastclip-v3", {}, Ranks(0, 1, None), total=BATCH - BATCH % size)
-    assert_equal_to_one_process(size, [result["even"] for result in results], alone)
+    alone = run("fastclip-v3", {}, Ranks(0, 1, None), total=BATCH - BATCH % ranks_results[0])
+    assert_equal_to_one_process(ranks_results, "even", alone)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 16])

@@ -3,33 +3,33 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from leanclip.ops import attention
-from leanclip.ops.attention import Packing, packed_attention, row_attention, tile_begins
+from leanclip.ops.attention import packed_attention, row_attention
+from numerics.interpreted_attention import packing_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def both(compute, qkv: Tensor, pull: Tensor) -> list[Tensor]:
     qkv = qkv.detach().requires_grad_()
-    found = compute(qkv)
-    found.backward(pull.to(found.dtype))
+    result = compute(qkv)
+    result.backward(pull.to(result.dtype))
     assert qkv.grad is not None
-    return [found.detach().double(), qkv.grad.double()]
+    return [result.detach().double(), qkv.grad.double()]
 
 
 def compare(compute, qkv: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention._kernel(qkv)
     pull = torch.randn(*compute(qkv).shape, device="cuda").to(qkv.dtype)
-    found = both(compute, qkv, pull)
+    kernel = both(compute, qkv, pull)
     monkeypatch.setattr(attention, "_kernel", lambda qkv: False)
     general = both(compute, qkv, pull)
     monkeypatch.setattr(attention, "varlen_attn", None)
     truth = both(compute, qkv.double(), pull.double())
-    for mine, theirs, right in zip(found, general, truth, strict=True):
-        assert torch.isfinite(mine).all()
-        assert (mine - right).norm() <= 1.5 * (theirs - right).norm()
+    for value, baseline, expected in zip(kernel, general, truth, strict=True):
+        assert torch.isfinite(value).all()
+        assert (value - expected).norm() <= 1.5 * (baseline - expected).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -38,12 +38,8 @@ def compare(compute, qkv: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_packed_sequences(dtype, longest, width, dim, monkeypatch):
     lengths = torch.randint(1, longest + 1, (301,))
     lengths[17] = longest
-    offsets = F.pad(lengths.cumsum(0), (1, 0)).int().cuda()
-    rows = torch.repeat_interleave(torch.arange(301), lengths).cuda()
-    positions = torch.arange(len(rows), device="cuda") - offsets[rows]
-    tiles = tile_begins(offsets, tokens=len(rows), longest=width)
-    packing = Packing(offsets, rows, positions, width, tiles)
-    qkv = torch.randn(len(rows), 3, 3, dim, device="cuda").to(dtype)
+    packing = packing_of(lengths.cuda(), width)
+    qkv = torch.randn(len(packing.rows), 3, 3, dim, device="cuda").to(dtype)
     compare(lambda qkv: packed_attention(qkv, packing), qkv, monkeypatch)
 
 

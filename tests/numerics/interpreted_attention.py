@@ -4,6 +4,7 @@ float32 only: the interpreter's bfloat16 product is wrong in Triton 3.7.
 """
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,20 @@ def qkv_of(tokens: int, heads: int, dim: int) -> Tensor:
 
 
 def packing_of(lengths: Tensor, longest: int) -> Packing:
+    device = lengths.device
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    positions = torch.arange(len(rows)) - offsets[rows]
-    return Packing(
-        offsets, rows, positions, longest, tile_begins(offsets, tokens=int(lengths.sum()), longest=longest)
-    )
+    rows = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
+    positions = torch.arange(len(rows), device=device) - offsets[rows]
+    return Packing(offsets, rows, positions, longest, tile_begins(offsets, tokens=len(rows), longest=longest))
+
+
+def check(qkv: Tensor, expected: Tensor, *arguments: Any) -> None:
+    """The kernel's result and gradient against autograd's."""
+    pull = torch.randn_like(expected)
+    expected.backward(pull)
+    assert qkv.grad is not None
+    assert torch.allclose(attention.forward(qkv.detach(), *arguments), expected, atol=1e-5)
+    assert torch.allclose(attention.backward(qkv.detach(), pull, *arguments), qkv.grad, atol=1e-5)
 
 
 @pytest.mark.parametrize(("lengths", "longest"), [([3], 32), ([1, 32, 7, 2, 31, 16, 16], 32), ([77, 1, 1, 5, 9], 77)])
@@ -33,22 +42,11 @@ def test_packed_sequences(lengths: list[int], longest: int):
     assert begins[0] == 0 and begins[-1] == sum(lengths)
     assert max(end - begin for begin, end in itertools.pairwise(begins)) <= tile_size(longest)
     qkv = qkv_of(sum(lengths), 2, 16)
-    right = packed_attention(qkv, packing)
-    pull = torch.randn_like(right)
-    right.backward(pull)
-    assert qkv.grad is not None
-    given = (packing.tiles, packing.rows, 0, tile_size(longest))
-    assert torch.allclose(attention.forward(qkv.detach(), *given), right, atol=1e-5)
-    assert torch.allclose(attention.backward(qkv.detach(), pull, *given), qkv.grad, atol=1e-5)
+    check(qkv, packed_attention(qkv, packing), packing.tiles, packing.rows, 0, tile_size(longest))
 
 
 @pytest.mark.parametrize(("rows", "length"), [(3, 1), (2, 50), (1, 65)])
 def test_rows_of_one_length(rows: int, length: int):
     qkv = qkv_of(rows * length, 2, 16)
-    right = row_attention(qkv.unflatten(0, (rows, length))).flatten(0, 1)
-    pull = torch.randn_like(right)
-    right.backward(pull)
-    assert qkv.grad is not None
-    given = (None, None, length, max(16, 1 << (length - 1).bit_length()))
-    assert torch.allclose(attention.forward(qkv.detach(), *given), right, atol=1e-5)
-    assert torch.allclose(attention.backward(qkv.detach(), pull, *given), qkv.grad, atol=1e-5)
+    expected = row_attention(qkv.unflatten(0, (rows, length))).flatten(0, 1)
+    check(qkv, expected, None, None, length, max(16, 1 << (length - 1).bit_length()))
