@@ -34,7 +34,8 @@ def assert_equal_to_one_process(ranks_results, key, alone):
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: "-".join([CASES[index][0], *CASES[index][1]]))
 def test_ranks_equal_one_process(index, ranks_results, float64):
-    assert_equal_to_one_process(ranks_results, index, run(*CASES[index], Ranks(0, 1, None)))
+    name, hyper = CASES[index]
+    assert_equal_to_one_process(ranks_results, index, run(name, hyper, Ranks(0, 1, None)))
 
 
 def test_equal_shares_need_no_padding(ranks_results, float64):
