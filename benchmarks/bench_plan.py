@@ -169,9 +169,9 @@ def steps_of(case: Case, device: torch.device) -> tuple[StepContext, Batch]:
     )
     context = StepContext(
         towers=model, loss=loss, optimizer=optimizer, global_batch=case.batch, micro_batches=case.parts,
-        autocast=autocast, texts=model.texts, cuda_graphs=recorder,
+        autocast=autocast, cuda_graphs=recorder,
     )  # fmt: skip
-    return context, synthetic(model, case.batch, device)
+    return context, synthetic(model, case.batch, device).pack(model.texts, case.parts)
 
 
 def measure(case: Case, device: torch.device) -> tuple[float, float]:

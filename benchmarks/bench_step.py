@@ -164,7 +164,7 @@ def leanclip_step(case: Case, data: Data, loss_name: str, *, compiled: bool) -> 
         model.compile_towers()
         recorder = CudaGraphs(model, autocast) if cuda_graph_pays(model, case.batch) else None
     context = StepContext(
-        towers=model, loss=loss, optimizer=optimizer, global_batch=case.batch, autocast=autocast, texts=model.texts,
+        towers=model, loss=loss, optimizer=optimizer, global_batch=case.batch, autocast=autocast,
         cuda_graphs=recorder,
     )  # fmt: skip
     ids = torch.arange(case.batch)
@@ -174,7 +174,7 @@ def leanclip_step(case: Case, data: Data, loss_name: str, *, compiled: bool) -> 
     ]
 
     def step(number: int) -> None:
-        assert not training_step(context, batches[number]).skipped
+        assert not training_step(context, batches[number].pack(model.texts)).skipped
 
     return step
 

@@ -125,10 +125,9 @@ class Workspace:
             optimizer=create_optimizer(optim, [*weight_decay_groups(model, run.wd), *loss.param_groups()]),
             global_batch=run.batch,
             autocast=self.autocast,
-            texts=model.texts,
             cuda_graphs=CudaGraphs(model, self.autocast) if use_graph else None,
         )
-        return context, batches(self.data.train, run, self.device)
+        return context, (batch.pack(model.texts) for batch in batches(self.data.train, run, self.device))
 
 
 @functools.cache

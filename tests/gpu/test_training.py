@@ -55,7 +55,7 @@ def test_the_probed_micro_batch_is_near_the_largest_that_fits(monkeypatch):
     loss = loss_from_config("infonce", config.loss, num_samples=10**6).to(device)
     optimizer = create_optimizer(config.optim, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
     context = StepContext(
-        towers=model, loss=loss, optimizer=optimizer, global_batch=share, texts=model.texts,
+        towers=model, loss=loss, optimizer=optimizer, global_batch=share,
         autocast=torch.autocast("cuda", torch.bfloat16),
     )  # fmt: skip
     with_room(monkeypatch, room)
@@ -68,7 +68,9 @@ def test_the_probed_micro_batch_is_near_the_largest_that_fits(monkeypatch):
     def needed(size):
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
-            assert not training_step(replace(context, micro_batches=-(-share // size)), batch).skipped
+            parts = -(-share // size)
+            packed = batch.pack(model.texts, parts)
+            assert not training_step(replace(context, micro_batches=parts), packed).skipped
         return torch.cuda.max_memory_allocated()
 
     assert needed(micro) <= USED * room < needed(int(1.1 * micro) + 8)

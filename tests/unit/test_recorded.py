@@ -2,6 +2,7 @@
 first call's result lies. tests/gpu has the real ones."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from tower_cases import FAMILIES, captions, model_of
 import leanclip
 from leanclip.data import Batch
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
+from leanclip.models.text_length import Texts
 from leanclip.optim.loss_scale import LossScale
 from leanclip.training.cuda_graph import WARM_UP, CudaGraphs
 from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
 
 SAMPLES, BATCH = 40, 11
+FEW_SIZES = partial(Texts.pack, few_sizes=True)  # as on a GPU
 
 
 class Again:
@@ -25,7 +28,7 @@ class Again:
         self.state = getattr(loss, "state", None)
 
     def __call__(self, function, _):
-        self.function, self.made = function, function()
+        self.function, self.result = function, function()
         if self.state is not None:
             self.undo = self.state.undo
             self.state.rollback()
@@ -35,8 +38,8 @@ class Again:
     def replay(self):
         before = None if self.state is None else self.state.undo
         output, gradients = self.function()
-        self.made[0].loss.detach().copy_(output.loss.detach())
-        for place, gradient in zip(self.made[1], gradients, strict=True):
+        self.result[0].loss.detach().copy_(output.loss.detach())
+        for place, gradient in zip(self.result[1], gradients, strict=True):
             if place is not None:
                 place.copy_(gradient)
         if self.state is not None:
@@ -56,7 +59,7 @@ def trained(name, *, recorded, broken=(), scale=None):
     autocast = torch.autocast("cpu", enabled=False)
     recorder = CudaGraphs(model, autocast, lambda *given: Again(loss)(*given)) if recorded else None
     context = StepContext(
-        towers=model, loss=loss, optimizer=optimizer, global_batch=BATCH, texts=model.texts, cuda_graphs=recorder,
+        towers=model, loss=loss, optimizer=optimizer, global_batch=BATCH, cuda_graphs=recorder,
         scale=scale or LossScale(), grad_clip_norm=1.0,
     )  # fmt: skip
     draw, values = torch.Generator().manual_seed(3), []
@@ -69,12 +72,12 @@ def trained(name, *, recorded, broken=(), scale=None):
         tokens = captions(longest=(4, 9)[step % 2])
         ids = torch.randperm(SAMPLES, generator=draw)[:BATCH]
         batch = Batch(images=pixels, tokens=tokens, sample_ids=ids, lengths=model.end_of_text(tokens))
-        result = training_step(context, batch)
+        result = training_step(context, batch.pack(FEW_SIZES))
         assert result.skipped == (step in broken)
         values.append(result.loss)
     if recorder is not None:
-        assert len(recorder.found) == 2  # shapes
-        for kept in recorder.found.values():  # no graph, whose nodes later steps would meet
+        assert len(recorder.graphs) == 2  # shapes
+        for kept in recorder.graphs.values():  # no graph, whose nodes later steps would meet
             tensors = [kept.output.loss, *kept.output.metrics.values(), *kept.gradients]
             assert not any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
     return model, loss, values
@@ -103,7 +106,7 @@ def test_tables_that_moved_are_recorded_anew():
     recorder = CudaGraphs(model, torch.autocast("cpu", enabled=False), lambda *given: Again(loss)(*given))
     context = StepContext(
         towers=model, loss=loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), global_batch=BATCH,
-        texts=model.texts, cuda_graphs=recorder,
+        cuda_graphs=recorder,
     )  # fmt: skip
     tokens = captions(longest=9)
     assert model.end_of_text is not None
@@ -111,11 +114,12 @@ def test_tables_that_moved_are_recorded_anew():
     batch = Batch(images=images, tokens=tokens, sample_ids=torch.arange(BATCH), lengths=lengths)
     for epoch in range(WARM_UP + 2):
         loss.set_epoch(epoch, 9)
-        training_step(context, batch)
-    (before,) = recorder.found.values()
+        training_step(context, batch.pack(FEW_SIZES))
+    (before,) = recorder.graphs.values()
     loss.resize(SAMPLES + 5)
-    training_step(context, replace(batch, sample_ids=torch.arange(BATCH) + SAMPLES + 5 - BATCH))
-    (after,) = recorder.found.values()
+    moved = replace(batch, sample_ids=torch.arange(BATCH) + SAMPLES + 5 - BATCH)
+    training_step(context, moved.pack(FEW_SIZES))
+    (after,) = recorder.graphs.values()
     assert after is not before and int(loss.state.visited) == 2 * BATCH
 
 

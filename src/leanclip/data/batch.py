@@ -1,6 +1,6 @@
 """The samples of one training step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ class Batch:
     lengths: Tensor | None = None  # (B,) tokens of each caption with its end token; on the host
     broken: Mapping[str, int] = field(default_factory=dict)  # samples that were replaced, by kind
     examples: tuple[str, ...] = ()  # messages of some of them
+    packed: tuple[Any, ...] = ()  # the captions as the text tower takes them, one entry for each micro-batch
 
     def __len__(self) -> int:
         return len(self.images)
@@ -47,12 +48,24 @@ class Batch:
             sample_ids=self.sample_ids.pin_memory(),
         )
 
+    @property
+    def captions(self) -> Any:
+        """What the text tower takes: packed captions, or the padded tokens."""
+        return self.packed[0] if self.packed else self.tokens
+
+    def pack(self, texts: "Callable[[Tensor, Tensor | None], Any]", micro_batches: int = 1) -> "Batch":
+        """With the captions of each micro-batch packed by `texts`, from their tokens and lengths."""
+        parts = self.split(micro_batches)
+        return replace(self, packed=tuple(texts(part.tokens, part.lengths) for part in parts))
+
     def split(self, parts: int) -> "list[Batch]":
         """Micro-batches whose sizes differ by at most one."""
         tensors = (tensor.tensor_split(parts) for tensor in (self.images, self.tokens, self.sample_ids))
         lengths = [None] * parts if self.lengths is None else self.lengths.tensor_split(parts)
+        packed = [(captions,) for captions in self.packed] or [()] * parts
         return [
-            Batch(images=i, tokens=t, sample_ids=s, lengths=n) for i, t, s, n in zip(*tensors, lengths, strict=True)
+            Batch(images=i, tokens=t, sample_ids=s, lengths=n, packed=p)
+            for i, t, s, n, p in zip(*tensors, lengths, packed, strict=True)
         ]
 
 

@@ -132,7 +132,7 @@ def _batches(job: Job) -> Iterator[Batch]:
     epoch = 0
     while True:
         for batch in job.loader.epoch(epoch):
-            yield batch.to(job.device, job.dtype)
+            yield job.pack(batch.to(job.device, job.dtype))
         epoch += 1
 
 

@@ -116,7 +116,6 @@ def predict_step(
             optimizer=optimizer,
             global_batch=batch,
             micro_batches=parts,
-            texts=towers.texts,
             autocast=torch.autocast("cpu", HALF.get(precision or "", torch.bfloat16), enabled=precision in HALF),
             grad_clip_norm=config.optim.grad_clip_norm,
             scale=LossScale.of(precision),
@@ -124,7 +123,7 @@ def predict_step(
         )
         trained = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
         trace.start_again()
-        training_step(context, data)
+        training_step(context, data.pack(towers.texts, parts))
         towers.enter(None)
     memory = {part: trace.at_peak.get(part, 0) for part in PARTS} | {"workspace": WORKSPACE}
     if config.run.ema is not None:
@@ -240,8 +239,14 @@ class _Share(Batch):
             tokens=self.tokens[:end],
             sample_ids=self.sample_ids[:end],
             lengths=None if self.lengths is None else self.lengths[:end],
+            packed=self.packed[:TRACED],
         )
-        rest = Batch(images=self.images[end:], tokens=self.tokens[end:], sample_ids=self.sample_ids[end:])
+        rest = Batch(
+            images=self.images[end:],
+            tokens=self.tokens[end:],
+            sample_ids=self.sample_ids[end:],
+            packed=self.packed[TRACED:],
+        )
         return [*first.split(TRACED), rest]
 
 

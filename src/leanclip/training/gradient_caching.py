@@ -22,7 +22,7 @@ def cached(context: StepContext, batch: Batch) -> LossOutput:
     """Loss and gradients of a batch in `context.micro_batches` micro-batches."""
     parts = batch.split(context.micro_batches)
     device = batch.images.device
-    inputs = [(part.images, context.texts(part.tokens, part.lengths)) for part in parts]
+    inputs = [(part.images, part.captions) for part in parts]
     states, embeddings = [], []
     with torch.no_grad(), context.autocast:
         for micro_batch in context.norms.as_one_update(inputs):

@@ -209,7 +209,7 @@ class _Trainer:
     def batches(self) -> Iterator[Batch]:
         """The rest of this epoch's batches, on the device, with the time spent waiting for them counted."""
         batches = self.job.loader.epoch(self.epoch, start=self.epoch_step)
-        batches = on_device(batches, self.job.device, self.job.dtype)
+        batches = on_device(batches, self.job.device, self.job.dtype, self.job.pack)
         while True:
             began = time.perf_counter()
             batch = next(batches, None)

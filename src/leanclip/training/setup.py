@@ -14,7 +14,7 @@ from leanclip.checkpointing.checkpoint import Position
 from leanclip.checkpointing.openclip import OpenClipCheckpoint
 from leanclip.checkpointing.resume import SavedRun
 from leanclip.checkpointing.state import RunState
-from leanclip.data import Datasets, TrainingLoader, training_transform
+from leanclip.data import Batch, Datasets, TrainingLoader, training_transform
 from leanclip.device import autocast_of
 from leanclip.distributed import gloo_group, wrap_ddp, wrap_fsdp
 from leanclip.errors import UserError
@@ -62,6 +62,10 @@ class Job:
     def epochs(self) -> int:
         """Epochs that the run takes, the last one perhaps not whole."""
         return -(-self.steps // self.loader.steps_per_epoch)
+
+    def pack(self, batch: Batch) -> Batch:
+        """A batch on the device with its captions packed for the text tower, by micro-batch."""
+        return batch.pack(self.model.texts, self.context.micro_batches)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,7 +133,6 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
         loss=loss,
         optimizer=create_optimizer(config.optim, groups),
         global_batch=batch,
-        texts=model.texts,
         cuda_graphs=CudaGraphs(model, autocast) if uses_cuda_graph(config, model, ranks, device) else None,
         autocast=autocast,
         grad_clip_norm=config.optim.grad_clip_norm,

@@ -76,7 +76,7 @@ def direct(context: StepContext, batch: Batch) -> LossOutput:
 
     context.phase("image tower")
     with context.autocast:
-        image, text = context.towers(batch.images, context.texts(batch.tokens, batch.lengths), send)
+        image, text = context.towers(batch.images, batch.captions, send)
         context.phase("loss")
         output = context.loss(image, text, batch.sample_ids, global_batch=context.global_batch)
     context.phase("backward")

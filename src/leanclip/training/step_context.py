@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from leanclip.data import Batch
@@ -23,7 +23,6 @@ class StepContext:
     optimizer: Optimizer
     global_batch: int
     micro_batches: int = 1
-    texts: Callable[[Tensor, Tensor | None], Any] = lambda tokens, _: tokens  # tokens and lengths to what towers take
     cuda_graphs: Callable[["StepContext", Batch], Any] | None = None  # replays the step where that saves time
     autocast: torch.autocast = field(default_factory=lambda: torch.autocast("cpu", enabled=False))
     grad_clip_norm: float | None = None
