@@ -153,3 +153,13 @@ def test_the_loss_scale_leaves_no_trace_and_halves_on_overflow(tmp_path):
     scale.good_steps = GROWTH_STEPS - 1
     assert not training_step(context, data).skipped
     assert scale.value == 1024.0 and scale.good_steps == 0
+
+
+def test_packed_micro_batches_are_those_that_the_step_takes():
+    """Packed before the split, so that the prefetch thread can do it."""
+    data = Batch(images=torch.zeros(7, 1), tokens=torch.arange(14).view(7, 2), sample_ids=torch.arange(7))
+    parts = data.pack(lambda tokens, lengths: tokens.sum(), 3).split(3)
+    assert [int(part.captions) for part in parts] == [int(part.tokens.sum()) for part in data.split(3)]
+    assert all(torch.equal(part.captions, part.tokens) for part in data.split(3))
+    with pytest.raises(ValueError):
+        data.pack(lambda tokens, lengths: tokens.sum(), 2).split(3)

@@ -3,6 +3,7 @@ first call's result lies. tests/gpu has the real ones."""
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
 
 SAMPLES, BATCH = 40, 11
-FEW_SIZES = partial(Texts.pack, few_sizes=True)  # as on a GPU
+FEW_SIZES: Any = partial(Texts.pack, few_sizes=True)  # as on a GPU
 
 
 class Again:

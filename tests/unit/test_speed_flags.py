@@ -101,8 +101,12 @@ def test_batches_arrive_in_order_and_errors_too():
             )
         raise UserError("the loader stops")
 
-    arriving = on_device(batches(), CPU)
-    assert [int(next(arriving).images) for _ in range(3)] == [0, 1, 2]
+    arriving = on_device(batches(), CPU, pack=lambda batch: batch.pack(lambda tokens, lengths: len(tokens)))
+    assert [(int(batch.images), batch.captions) for batch in itertools.islice(arriving, 3)] == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+    ]
     with pytest.raises(UserError, match="the loader stops"):
         next(arriving)
 

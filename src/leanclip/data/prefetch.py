@@ -60,7 +60,7 @@ def on_device(
 
 
 def numbered(device: torch.device) -> torch.device:
-    """A GPU by its number, for another thread: there, `cuda` alone may be another one, and `set_device` refuses it."""
+    """A GPU by its number, for another thread, in which `cuda` may be another one. `set_device` needs the number."""
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
