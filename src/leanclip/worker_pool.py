@@ -1,4 +1,4 @@
-"""Independent tasks over processes, with a count of what is done so far and no process left behind."""
+"""Runs independent tasks in worker processes, with a progress count. No worker outlives the parent."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ from leanclip.errors import UserError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 Tick = Callable[[], None]
-"""A task calls this once for each piece of its work that is done."""
+"""A task calls this once for each finished unit of its work."""
 
 TICKS_AT_ONCE = 16
 POLL_SECONDS = 0.2
@@ -23,9 +23,9 @@ POLL_SECONDS = 0.2
 def run_tasks(
     function: Callable[[Task, Tick], Result], tasks: Sequence[Task], *, workers: int, progress: Callable[[int], None]
 ) -> Iterator[Result]:
-    """The results as they come. `progress` is told the number of ticks since it was last told.
+    """Yields results as they complete. `progress` gets the number of ticks since its last call.
 
-    With one worker or one task all happens in this process; else `function` is pickled, once for each worker.
+    One worker or one task runs in this process; otherwise `function` is pickled once for each worker.
     """
     if workers <= 1 or len(tasks) <= 1:
         for task in tasks:
@@ -61,7 +61,7 @@ def run_tasks(
 
 
 def _submit(pool: ProcessPoolExecutor, task: Any) -> Future[Any]:
-    """A pool starts a worker when it is given a task; one that breaks meanwhile has closed what that worker needs."""
+    """A pool starts its workers on submission, which fails with an OSError while it breaks."""
     try:
         return pool.submit(_run_task, task)
     except OSError as error:
@@ -69,7 +69,7 @@ def _submit(pool: ProcessPoolExecutor, task: Any) -> Future[Any]:
 
 
 class _Stopped(Exception):  # noqa: N818
-    """The result of this task is no longer wanted."""
+    """The pool is being closed."""
 
 
 _function: Callable[..., Any]
@@ -78,7 +78,7 @@ _tick: Tick
 
 def _start_worker(function: Callable[..., Any], count: Any, stop: Any) -> None:
     global _function, _tick
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and says when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too and stops the workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     ticks = 0
 
@@ -99,7 +99,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)  # a parent that was killed could not say goodbye
+    os._exit(1)  # the parent was killed
 
 
 def _run_task(task: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the user left open: rules through the published settings, and defaults by model and device."""
+"""Fills in settings that the user did not set: rules through the published settings, defaults by model and device."""
 
 import itertools
 import math
@@ -17,8 +17,7 @@ from leanclip.optim import OptimConfig
 from leanclip.runs.config import RunConfig, TrainConfig
 from leanclip.runs.run_directory import RunDirectory
 
-# Between evaluations and between checkpoints, unless asked for: short runs would do little else.
-FEWEST_TO_EVALUATE, FEWEST_TO_SAVE = 10, 100
+MIN_EVAL_EVERY, MIN_SAVE_EVERY = 10, 100  # default steps between them, in short runs
 
 
 class Published(NamedTuple):
@@ -61,11 +60,14 @@ def interpolated(samples: int) -> Published:
 
 
 def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfig:
-    """The configuration with every open value decided, for a training set of this size."""
+    """The configuration with every setting filled in, for a training set of this size."""
     model_name = _model_name(config)
     batch = config.data.global_batch_size or (config.data.batch_size or 0) * processes or 128
     if batch < processes:
-        raise UserError(f"a global batch of {batch} does not give each of {processes} processes a sample; raise it")
+        raise UserError(
+            f"a global batch of {batch} is smaller than the {processes} processes; raise --global-batch-size",
+            code="config.batch_too_small",
+        )
     run = config.run
     steps = total_steps(config, samples=samples, batch=batch)
     device = run.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,7 +91,9 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfi
     )
     assert optim.warmup is not None
     if optim.warmup >= steps:
-        raise UserError(f"--warmup {optim.warmup} is not shorter than the run of {steps} steps; lower it")
+        raise UserError(
+            f"--warmup {optim.warmup} is not shorter than the run of {steps} steps; lower it", code="config.warmup"
+        )
     return replace(
         config,
         model=replace(config.model, model=model_name),
@@ -101,19 +105,18 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfi
 
 
 def default_name(config: TrainConfig) -> str:
-    """Of time, model and loss. The time is that of the launcher, so that a restarted process finds its run again."""
+    """Time, model and loss. The time is the launcher's start, so that a restarted process uses the same name."""
     return f"{start_time():%Y%m%d-%H%M%S}-{_model_name(config).replace('/', '-')}-{config.run.loss}"
 
 
 def _model_name(config: TrainConfig) -> str:
-    """Given, or that of the run whose weights are given."""
-    usual = "leanclip-tiny" if config.data.train_data is None else "ViT-B-32"
-    return config.model.model or _model_of(config.model.pretrained) or usual
+    default = "leanclip-tiny" if config.data.train_data is None else "ViT-B-32"
+    return config.model.model or _model_of(config.model.pretrained) or default
 
 
 def _model_of(weights: str | None) -> str | None:
-    """What the weights of a run or a checkpoint directory are of: the model's name, or the config beside them where
-    the run trained it in another form (--force-image-size, --force-quick-gelu, ...)."""
+    """The model of saved weights: its name, or the path of their config if the run changed the architecture
+    (--force-image-size, --force-quick-gelu, ...)."""
     directory = None if weights is None else find_weights(Path(weights))
     if weights is None or directory is None or not (directory / CONFIG_FILE).is_file():
         return None
@@ -123,15 +126,15 @@ def _model_of(weights: str | None) -> str | None:
 
 
 def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | None]:
-    """Steps between evaluations and between checkpoints, where they were given in epochs or not at all."""
+    """Steps between evaluations and between checkpoints, converted from epochs or by default."""
     eval_every, save_every = run.eval_every, run.save_every
     if run.val_frequency is not None:
         eval_every = run.val_frequency * epoch
     if run.save_frequency is not None:
         save_every = run.save_frequency * epoch
     return {
-        "eval_every": max(FEWEST_TO_EVALUATE, steps // 10) if eval_every is None else eval_every,
-        "save_every": max(FEWEST_TO_SAVE, steps // 20) if save_every is None else save_every,
+        "eval_every": max(MIN_EVAL_EVERY, steps // 10) if eval_every is None else eval_every,
+        "save_every": max(MIN_SAVE_EVERY, steps // 20) if save_every is None else save_every,
         "val_frequency": None,
         "save_frequency": None,
     }
@@ -139,13 +142,16 @@ def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | Non
 
 def total_steps(config: TrainConfig, *, samples: int, batch: int) -> int:
     if samples < batch:
-        raise UserError(f"{samples} training samples do not fill one batch of {batch}; give a smaller --batch-size")
+        raise UserError(
+            f"{samples} training samples do not fill one batch of {batch}; give a smaller --batch-size",
+            code="config.batch_too_large",
+        )
     steps = config.run.epochs * (samples // batch)
     return min(steps, config.run.max_steps or steps)
 
 
 def _fill_loss(config: TrainConfig, rule: Published, optim: OptimConfig, *, epochs: int) -> LossConfig:
-    """What nobody gave: the rule's values where it has any for this loss, else the loss's own defaults."""
+    """Hyper-parameters that are not set: the rule's values if it has any for this loss, else the loss's defaults."""
     spec = spec_of(config.run.loss)
     ruled = LossConfig(
         gamma_min=rule.gamma_min,
@@ -155,13 +161,13 @@ def _fill_loss(config: TrainConfig, rule: Published, optim: OptimConfig, *, epoc
         tau_betas=None if optim.beta1 is None or optim.beta2 is None else (optim.beta1, optim.beta2),
         tau_adam_eps=optim.eps_opt,
     )
-    wanted = ("rho", "lr_tau") if spec.temperature == "robust" else ()
+    names = ("rho", "lr_tau") if spec.temperature == "robust" else ()
     if spec.temperature == "individual":  # its Adam has the model optimizer's settings
-        wanted = ("tau_betas", "tau_adam_eps")
+        names = ("tau_betas", "tau_adam_eps")
     cosine = spec.defaults.gamma_schedule == "cosine" and config.loss.gamma_schedule in (None, "cosine")
-    names = (*wanted, *(("gamma_min", "gamma_decay_epochs") if cosine else ()))
+    names += ("gamma_min", "gamma_decay_epochs") if cosine else ()
     chosen = LossConfig(**{name: getattr(ruled, name) for name in names})
     filled = config.loss.over(chosen.over(spec.defaults))
     if config.model.pretrained is None:
         return filled
-    return replace(filled, tau=config.loss.tau, bias=config.loss.bias)  # else the checkpoint's own
+    return replace(filled, tau=config.loss.tau, bias=config.loss.bias)  # default: the checkpoint's

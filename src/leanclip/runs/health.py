@@ -1,4 +1,4 @@
-"""Warnings that explain: what looks wrong in the numbers of a run, and what to do about it."""
+"""Warnings about a run's metrics, each with its likely remedy."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -6,30 +6,30 @@ from collections.abc import Iterator, Mapping
 from leanclip.losses.registry import spec_of
 from leanclip.runs.config import TrainConfig
 
-PATIENCE = 20  # logged steps in a row before a warning
+STEPS_BEFORE_WARNING = 20  # logged steps in a row
 
 
 class HealthCheck:
-    """Looks at each logged step. Every warning is given once."""
+    """Called at each logged step. Gives every warning once."""
 
     def __init__(self, config: TrainConfig, *, batch: int) -> None:
         self.config, self.log_batch = config, math.log(max(batch, 2))
         self._streaks: dict[str, int] = {}
 
     def __call__(self, step: int, metrics: Mapping[str, float | str]) -> Iterator[str]:
-        for name, (sick, advice) in self._signs(step, metrics).items():
+        for name, (unhealthy, advice) in self._symptoms(step, metrics).items():
             streak = self._streaks.get(name, 0)
             if streak < 0:
                 continue
-            self._streaks[name] = streak + 1 if sick else 0
-            if self._streaks[name] >= PATIENCE:
+            self._streaks[name] = streak + 1 if unhealthy else 0
+            if self._streaks[name] >= STEPS_BEFORE_WARNING:
                 self._streaks[name] = -1
                 yield advice
 
-    def _signs(self, step: int, metrics: Mapping[str, float | str]) -> dict[str, tuple[bool, str]]:
+    def _symptoms(self, step: int, metrics: Mapping[str, float | str]) -> dict[str, tuple[bool, str]]:
         def value(name: str, default: float) -> float:
-            found = metrics.get(name, default)
-            return default if isinstance(found, str) else found
+            metric = metrics.get(name, default)
+            return default if isinstance(metric, str) else metric
 
         loss, hyper, run = value("loss", 0.0), self.config.loss, self.config.run.loss
         warm = step > 2 * (self.config.optim.warmup or 0)
@@ -43,8 +43,8 @@ class HealthCheck:
         return {
             "stuck": (
                 warm and stuck,
-                f"every pair still looks alike to the model (loss {loss:.3f}, ln batch {self.log_batch:.3f}): check"
-                " with --dry-run that captions belong to their images, lower --lr, or warm up longer",
+                f"the model does not distinguish pairs yet (loss {loss:.3f}, ln batch {self.log_batch:.3f}): check"
+                " with --dry-run that captions belong to their images, lower --lr, or raise --warmup",
             ),
             "clamped": (
                 warm and learned and (tau <= low * 1.001 or tau >= high * 0.999),

@@ -1,4 +1,4 @@
-"""How the per-sample numbers of a loss are spread: counts in fixed bins, small enough to log at every evaluation."""
+"""Histograms of the per-sample state of a loss, small enough to log at every evaluation."""
 
 import math
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.sample_state import SIDES, SampleState
 from leanclip.losses.temperature import IndividualTemperature
 
-CHUNK = 1 << 22  # numbers looked at together: what the counting allocates, whatever the tables' size
-LOG_U_BINS = (-32.0, 16.0, 96)  # natural logarithm; -32.2 is the usual eps
+CHUNK = 1 << 22  # values counted at a time, which bounds the memory
+LOG_U_BINS = (-32.0, 16.0, 96)  # natural logarithm; -32.2 is the default eps
 TAU_BINS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
-    """`counts[i]` numbers lie between `edges[i]` and `edges[i + 1]`; the outermost bins hold what lies beyond, too.
+    """`counts[i]` values lie between `edges[i]` and `edges[i + 1]`; the outermost bins also count values beyond.
 
-    `absent` counts samples without a number: those that were never met.
+    `absent` counts samples without a value, which no step has visited.
     """
 
     name: str
@@ -29,20 +29,17 @@ class Histogram:
 
 
 def state_histograms(loss: ContrastiveLoss) -> list[Histogram]:
-    """Of the running estimates, and of the temperatures where every sample has its own; none for other losses.
-
-    Of several ranks all call it together, and all get the counts over all samples.
-    """
+    """Of the running estimates and the per-sample temperatures; none for losses without them. A collective call."""
     if not isinstance(loss, GlobalContrastiveLoss) or loss.state is None:
         return []
     low, high, bins = LOG_U_BINS
     edges = torch.linspace(low, high, bins + 1, dtype=torch.float64)
-    found = [_count(loss.state, f"log_u_{side}", edges) for side in SIDES]
+    histograms = [_count(loss.state, f"log_u_{side}", edges) for side in SIDES]
     rule = loss.temperature_rule
     if isinstance(rule, IndividualTemperature) and rule.tau_min < rule.tau_max:
         edges = torch.logspace(math.log10(rule.tau_min), math.log10(rule.tau_max), TAU_BINS + 1, dtype=torch.float64)
-        found += [_count(loss.state, f"tau_{side}", edges) for side in SIDES]
-    return found
+        histograms += [_count(loss.state, f"tau_{side}", edges) for side in SIDES]
+    return histograms
 
 
 @torch.no_grad()

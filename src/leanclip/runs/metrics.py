@@ -1,4 +1,4 @@
-"""Where numbers go: a JSONL file, and the trackers that show the same numbers."""
+"""The metrics of a run: a JSONL file, and the trackers that show the same numbers."""
 
 import errno
 import json
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leanclip.errors import first_line
 from leanclip.filesystem import write_atomically
 from leanclip.runs.histograms import Histogram
 from leanclip.runs.trackers import Tracker
@@ -29,28 +30,28 @@ class Result(NamedTuple):
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl and tells the trackers. `results` holds each set's last evaluation.
+    """Appends to metrics.jsonl and sends the values to the trackers. `results` holds the last evaluation of each set.
 
-    What a full disk does not take is kept and written when there is room again: a line is there once and whole.
+    Lines that do not fit on a full disk are kept in memory and written later, each of them once and complete.
     """
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = (), *, resume_at: int | None = None) -> None:
         self.path, self.trackers = path, list(trackers)
         self.warn: Callable[[str], None] = print
         self.results: dict[str, Result] = {}
-        self._waiting: deque[bytes] = deque()
+        self._pending: deque[bytes] = deque()
         self._open(resume_at)
 
     def rewind(self, step: int) -> None:
-        """Forget what came after a step, which will be computed again."""
+        """Drop the lines after a step, which will be computed again."""
         self._file.close()
-        waiting = [line for line in self._waiting if _step(line.decode()) <= step]
+        pending = [line for line in self._pending if _step(line.decode()) <= step]
         self._open(step)
-        self._waiting.extend(waiting)
-        self._tell(lambda tracker: tracker.rewind(step))
+        self._pending.extend(pending)
+        self._send(lambda tracker: tracker.rewind(step))
 
     def _open(self, resume_at: int | None) -> None:
-        self._waiting.clear()
+        self._pending.clear()
         if resume_at is not None and self.path.is_file():
             lines = self.path.read_text(errors="replace").splitlines()
             write_atomically(self.path, "".join(line + "\n" for line in lines if _step(line) <= resume_at))
@@ -60,58 +61,56 @@ class MetricsLog:
 
     def train(self, **values: Any) -> None:
         self._write({"kind": "train"} | values)
-        shown = {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, int | float) and name not in ("step", "samples")
-        }
-        self._tell(lambda tracker: tracker.scalars("train", shown, values["step"]))
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        scalars = {name: value for name, value in numbers.items() if name not in ("step", "samples")}
+        self._send(lambda tracker: tracker.scalars("train", scalars, values["step"]))
 
     def evaluation(
         self, *, step: int, epoch: float, name: str, metrics: Mapping[str, float], weights: str | None = None
     ) -> None:
-        """`weights` says which were evaluated where they are not those that train: "ema"."""
-        of = {} if weights is None else {"weights": weights}
-        self._write({"kind": "eval", "step": step, "epoch": epoch, "set": name} | of | {"metrics": dict(metrics)})
+        """`weights` is "ema" if the averaged weights were evaluated."""
+        record = {"kind": "eval", "step": step, "epoch": epoch, "set": name}
+        record |= {} if weights is None else {"weights": weights}
+        self._write(record | {"metrics": dict(metrics)})
         self.results[name] = Result(step, dict(metrics))
-        self._tell(lambda tracker: tracker.scalars(name, metrics, step))
+        self._send(lambda tracker: tracker.scalars(name, metrics, step))
 
-    def histograms(self, *, step: int, epoch: float, found: Sequence[Histogram]) -> None:
-        for histogram in found:
+    def histograms(self, *, step: int, epoch: float, histograms: Sequence[Histogram]) -> None:
+        for histogram in histograms:
             self._write({"kind": "histogram", "step": step, "epoch": epoch} | asdict(histogram))
-            self._tell(lambda tracker, histogram=histogram: tracker.histogram(histogram, step))
+            self._send(lambda tracker, histogram=histogram: tracker.histogram(histogram, step))
 
     def close(self, *, failed: bool = False) -> None:
         self.flush()
         self._file.close()
-        self._tell(lambda tracker: tracker.close(failed=failed))
+        self._send(lambda tracker: tracker.close(failed=failed))
 
-    def _tell(self, call: Callable[[Tracker], None]) -> None:
-        """A tracker that fails is left out from then on; the run does not depend on it."""
+    def _send(self, call: Callable[[Tracker], None]) -> None:
+        """A tracker that fails is removed; the run continues without it."""
         for tracker in list(self.trackers):
             try:
                 call(tracker)
             except Exception as error:  # of any library, for any reason
                 self.trackers.remove(tracker)
-                self.warn(f"{type(tracker).__name__} failed and is left out from now on ({error})")
+                self.warn(f"{type(tracker).__name__} failed and is not used any more ({first_line(error)})")
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._waiting.append((json.dumps(finite(record)) + "\n").encode())
+        self._pending.append((json.dumps(finite(record)) + "\n").encode())
         self.flush()
 
     def flush(self) -> None:
-        """Write the lines that wait, if the disk takes them."""
+        """Write the pending lines if the disk has space."""
         try:
-            while self._waiting:
-                written = self._file.write(self._waiting[0])
-                if written != len(self._waiting[0]):
+            while self._pending:
+                written = self._file.write(self._pending[0])
+                if written != len(self._pending[0]):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self._size += len(self._waiting.popleft())
+                self._size += len(self._pending.popleft())
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(self._size)
-            if len(self._waiting) == 1:
-                self.warn(f"metrics.jsonl cannot be written ({error.strerror}); its lines wait")
+            if len(self._pending) == 1:
+                self.warn(f"cannot write metrics.jsonl ({error.strerror}); its lines are kept in memory")
 
 
 def read_results(path: Path) -> dict[str, Result]:
@@ -124,7 +123,7 @@ def read_results(path: Path) -> dict[str, Result]:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN: such a number becomes null."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -133,12 +132,12 @@ def finite(value: Any) -> Any:
 
 
 def to_host(metrics: Mapping[str, Tensor | float | str]) -> dict[str, float | str]:
-    """Read device values; this waits for the device."""
+    """Copy device values to the host; synchronises with the device."""
     return {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """GiB: the GPU's peak since the last call, or without a GPU what this process has resident now."""
+    """GiB: the GPU's peak since the last call; on a CPU the resident memory of this process."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar in a terminal, plain lines elsewhere."""
+"""Progress of a training run: a bar in a terminal, plain lines elsewhere."""
 
 from types import TracebackType
 
@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class TrainingProgress:
-    """`update` moves the bar (or prints a line), `print` says something that stays."""
+    """`update` advances the bar or prints a line; `print` prints a permanent line."""
 
     def __init__(self, steps: int, start: int, console: Console | None = None) -> None:
         self.console = console or Console(soft_wrap=True, highlight=False)

@@ -84,8 +84,8 @@ def train(
         with TrainingProgress(job.steps, job.position.step, console) as progress:
             log.warn = lambda message: progress.print(f"warning: {message}")
             for tracker in log.trackers:
-                if tracker.place:
-                    progress.print(f"wandb: {tracker.place}")
+                if tracker.location:
+                    progress.print(f"wandb: {tracker.location}")
             ending = _Trainer(job, directory, log, progress, alive, stop).run_and_settle()
         status = "stopped" if ending.stopped else "finished"
     finally:
@@ -395,7 +395,7 @@ class _Trainer:
         """How the per-sample numbers are spread; all ranks count together."""
         found = state_histograms(self.job.context.loss)
         if self.log is not None:
-            self.log.histograms(step=self.step, epoch=self.epochs_done, found=found)
+            self.log.histograms(step=self.step, epoch=self.epochs_done, histograms=found)
 
     def position(self) -> Position:
         full = self.epoch_step == self.job.loader.steps_per_epoch
