@@ -1,4 +1,4 @@
-"""Where numbers go beside metrics.jsonl, and what the per-sample histograms hold."""
+"""Trackers besides metrics.jsonl, and the per-sample histograms."""
 
 import importlib
 import json
@@ -14,10 +14,10 @@ from ranks_job import run_ranks
 
 import leanclip
 from leanclip.cli import main
-from leanclip.errors import UserError
 from leanclip.runs.config import RunConfig, tracker_names
 from leanclip.runs.histograms import state_histograms
 from leanclip.runs.trackers import check_trackers
+from refusal import refusal_code, refuses
 
 FEW = ["--batch-size", "64", "--log-every", "1", "--eval-every", "0", "--workers", "0", "--warmup", "1"]
 
@@ -30,12 +30,12 @@ def train(logs, name, *arguments):
 
 
 def rows(run, kind):
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in found if row["kind"] == kind]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in lines if row["kind"] == kind]
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("report_to", "names"),
     [
         ("tensorboard", ("tensorboard",)),
         ("wandb,tensorboard", ("tensorboard", "wandb")),
@@ -46,8 +46,8 @@ def rows(run, kind):
         ("jsonl", ()),
     ],
 )
-def test_report_to_is_spelled_as_in_openclip(given, meant):
-    assert tracker_names(given) == meant
+def test_report_to_is_spelled_as_in_openclip(report_to, names):
+    assert tracker_names(report_to) == names
 
 
 def test_an_unknown_tracker_lists_the_known_ones():
@@ -55,14 +55,14 @@ def test_an_unknown_tracker_lists_the_known_ones():
         RunConfig(report_to="wandb,comet")
 
 
-def test_a_missing_wandb_is_told_before_anything_is_built(monkeypatch):
+def test_a_missing_wandb_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     check_trackers("tensorboard")
-    with pytest.raises(UserError, match=r"wandb is not installed; pip install 'leanclip\[wandb\]'"):
+    with refuses("trackers.not_installed", "leanclip[wandb]"):
         check_trackers("all")
 
 
-def test_no_tracker_leaves_the_lines_alone(tmp_path):
+def test_metrics_are_written_without_trackers(tmp_path):
     run = train(tmp_path, "run", *FEW, "--max-steps", "2", "--report-to", "none")
     assert not (run / "tensorboard").exists() and not (run / "wandb").exists()
     assert [row["step"] for row in rows(run, "train")] == [1, 2]
@@ -128,24 +128,24 @@ def fresh_wandb():
 
 
 @pytest.mark.usefixtures("fresh_wandb")
-def test_wandb_offline_goes_on_with_the_same_run_after_a_resume(tmp_path, monkeypatch, capsys):
+def test_wandb_offline_continues_the_same_run_after_a_resume(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    arguments = [*FEW, "--loss", "fastclip-v3", "--report-to", "wandb", "--wandb-project-name", "pictures"]
+    arguments = [*FEW, "--loss", "fastclip-v3", "--report-to", "wandb", "--wandb-project-name", "images"]
     run = train(tmp_path, "run", *arguments, "--max-steps", "3", "--save-every", "2")
     identity = json.loads((run / "run.json").read_text())["wandb_id"]
-    told = capsys.readouterr()
-    assert "wandb sync" in told.out and "wandb" not in told.err
+    output = capsys.readouterr()
+    assert "wandb sync" in output.out and "wandb" not in output.err
     shutil.rmtree(run / "checkpoints" / "step_00000003")
     train(tmp_path, "run", *arguments, "--max-steps", "3", "--resume", "latest")
     assert json.loads((run / "run.json").read_text())["wandb_id"] == identity
     import wandb
 
-    wandb.teardown()  # a run's file is whole once wandb's own process has ended, not when finish returns
+    wandb.teardown()  # the file is complete when wandb's process ends, not when finish returns
 
     first, second = sorted(run.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
     assert first.name == second.name == f"run-{identity}.wandb"
     started = next(r.run for r in wandb_records(second) if r.WhichOneof("record_type") == "run")
-    assert (started.run_id, started.project, started.display_name) == (identity, "pictures", "run")
+    assert (started.run_id, started.project, started.display_name) == (identity, "images", "run")
     history = wandb_history(second)
     losses = {row["step"]: row["train/loss"] for row in history if "train/loss" in row}
     assert losses == {row["step"]: row["loss"] for row in rows(run, "train") if row["step"] > 2}
@@ -156,29 +156,29 @@ def test_wandb_offline_goes_on_with_the_same_run_after_a_resume(tmp_path, monkey
 
 
 @pytest.mark.usefixtures("fresh_wandb")
-def test_a_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch, capsys):
+def test_a_wandb_that_does_not_start_is_reported_on_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setenv("HOME", str(tmp_path))  # where nobody is logged in
+    monkeypatch.setenv("HOME", str(tmp_path))  # without a login
     for name in ("WANDB_API_KEY", "NETRC", "WANDB_CONFIG_DIR"):
         monkeypatch.delenv(name, raising=False)
     few = [*FEW, "--max-steps", "2", "--report-to", "wandb"]
     with pytest.raises(SystemExit) as stop:
         main(["train", "--recipe", "demo", "--logs", str(tmp_path), *few])
     assert stop.value.code != 0
-    told = capsys.readouterr().err.strip()
-    assert "wandb does not start" in told and "WANDB_MODE=offline" in told and "\n" not in told
+    error = capsys.readouterr().err.strip()
+    assert refusal_code(error) == "trackers.wandb" and "\n" not in error
 
 
 def test_histograms_count_every_sample_once():
-    found = {histogram.name: histogram for histogram in state_histograms(filled_loss())}
-    assert list(found) == ["log_u_image", "log_u_text", "tau_image", "tau_text"]
-    image = found["log_u_image"]
+    by_name = {histogram.name: histogram for histogram in state_histograms(filled_loss())}
+    assert list(by_name) == ["log_u_image", "log_u_text", "tau_image", "tau_text"]
+    image = by_name["log_u_image"]
     for value in range(7):
         at = next(i for i, edge in enumerate(image.edges[1:]) if -value < edge)
         assert image.counts[at] == 1 and image.edges[at] <= -value
     assert sum(image.counts) == 7 and image.absent == 3
-    assert found["log_u_text"].counts[0] == 7, "what lies beyond is in the outermost bin"
-    tau = found["tau_image"]
+    assert by_name["log_u_text"].counts[0] == 7, "values beyond the edges"
+    tau = by_name["tau_image"]
     assert tau.edges[0] == 0.01 and tau.edges[-1] == 1.0 and tau.counts[0] == 1 and sum(tau.counts) == 10
 
 
