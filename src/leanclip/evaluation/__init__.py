@@ -1,6 +1,6 @@
-"""How good is a model: retrieval, zero-shot classification, and pictures of it."""
+"""Evaluation of a model: retrieval, zero-shot classification, and examples for the report."""
 
-from leanclip.evaluation.embed import Embedded, embed
+from leanclip.evaluation.embed import Embedded, EvaluationSettings, embed
 from leanclip.evaluation.example_panel import hardest_negatives, retrieval_panel
 from leanclip.evaluation.labelled_sets import LabelledSet, bundled_groups, labelled_sets, open_imagenet, open_labelled
 from leanclip.evaluation.prompts import Prompts, prompts_for
@@ -12,6 +12,7 @@ __all__ = [
     "Classified",
     "ClassifierCache",
     "Embedded",
+    "EvaluationSettings",
     "LabelledSet",
     "Prompts",
     "bundled_groups",

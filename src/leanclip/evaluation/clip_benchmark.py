@@ -1,4 +1,4 @@
-"""CLIP_benchmark on our checkpoints: its own program, in a process of its own, one data set at a time."""
+"""CLIP_benchmark on leanclip's checkpoints: its own program, in a separate process for each data set."""
 
 import contextlib
 import importlib.util
@@ -21,13 +21,13 @@ from leanclip.evaluation.results import SetResult
 from leanclip.progress import ACTIVITY
 
 TASKS = {"retrieval": "zeroshot_retrieval", "classification": "zeroshot_classification"}
-OURS = {"acc1": "top1", "acc5": "top5", "image_retrieval_recall@": "text_to_image_recall@",
-        "text_retrieval_recall@": "image_to_text_recall@"}  # fmt: skip
-LOOK = 0.5  # seconds between looks at whether it has finished
+METRIC_NAMES = {"acc1": "top1", "acc5": "top5", "image_retrieval_recall@": "text_to_image_recall@",
+                "text_retrieval_recall@": "image_to_text_recall@"}  # fmt: skip
+POLL_SECONDS = 0.5
 
 
 class SuiteSet(NamedTuple):
-    """A data set as CLIP_benchmark is told of it."""
+    """A data set in the terms of CLIP_benchmark's command line."""
 
     name: str
     dataset: str
@@ -36,27 +36,32 @@ class SuiteSet(NamedTuple):
     shards: int | None  # of a WebDataset; its loader fails with more workers than that
 
 
-def suite_sets(given: Sequence[str]) -> list[SuiteSet]:
-    """What --suite-data names: WebDatasets in its layout, a folder of them, or NAME=ROOT for its own data sets."""
+def suite_sets(names: Sequence[str]) -> list[SuiteSet]:
+    """The sets that --suite-data names: WebDatasets, a directory of them, or NAME=ROOT for built-in data sets."""
     if importlib.util.find_spec("clip_benchmark") is None:
-        raise UserError("--suite clip_benchmark needs that package: pip install 'leanclip[eval]'")
-    if not given:
-        raise UserError("--suite clip_benchmark needs --suite-data: a folder in its WebDataset layout, or NAME=ROOT")
-    found: list[SuiteSet] = []
-    for each in given:
-        path, (name, equals, root) = Path(each), each.partition("=")
-        if _is_web_dataset(path):
-            found.append(_web_dataset(path))
-        elif path.is_dir() and (below := [entry for entry in sorted(path.iterdir()) if _is_web_dataset(entry)]):
-            found += [_web_dataset(entry) for entry in below]
+        raise UserError(
+            "--suite clip_benchmark needs that package: pip install 'leanclip[eval]'", code="install.clip_benchmark"
+        )
+    if not names:
+        raise UserError(
+            "--suite clip_benchmark needs --suite-data: a directory in its WebDataset layout, or NAME=ROOT",
+            code="suite.no_data",
+        )
+    sets: list[SuiteSet] = []
+    for text in names:
+        path, (name, equals, root) = Path(text), text.partition("=")
+        directories = [entry for entry in (path, *sorted(path.glob("*"))) if _is_web_dataset(entry)]
+        if directories:
+            sets += map(_web_dataset, directories)
         elif equals and name and root:
-            found.append(SuiteSet(name, name, str(Path(root).resolve()), "auto", None))
+            sets.append(SuiteSet(name, name, str(Path(root).resolve()), "auto", None))
         else:
             raise UserError(
-                f"--suite-data {each}: no test/nshards.txt in it or in its folders; give a WebDataset in"
-                " CLIP_benchmark's layout, a folder of such, or NAME=ROOT for a data set that it knows by name"
+                f"--suite-data {text}: no test/nshards.txt in it or in its directories; give a WebDataset in"
+                " CLIP_benchmark's layout, a directory of such, or NAME=ROOT for one of its built-in data sets",
+                code="suite.no_data",
             )
-    return found
+    return sets
 
 
 def run_suite(
@@ -69,121 +74,96 @@ def run_suite(
     batch: int = 64,
     workers: int = 2,
     quiet: bool = True,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> list[SetResult]:
-    """CLIP_benchmark's figures under our names. Ranks share the data sets; what fails is told and left out.
+    """CLIP_benchmark's metrics under leanclip's names. Ranks share the data sets; failures are reported and skipped.
 
-    `model` and `pretrained` are what open_clip takes: `local-dir:PATH`, or a name with a tag or file.
+    `model` and `pretrained` are arguments of open_clip: `local-dir:PATH`, or a name with a tag or file.
     """
     ranks = Ranks.current()
-    own: list[tuple[int, SetResult | str]] = []
+    flags = ["--model", model, "--pretrained", pretrained, "--batch_size", str(batch)]
+    flags += ["--no_amp"] if precision == "fp32" else []
+    outcomes: dict[int, SetResult | str] = {}
     for number in range(ranks.rank, len(sets), ranks.size):
-        tell(f"clip_benchmark: {sets[number].name} ({number + 1} of {len(sets)})")
-        outcome = _run_one(sets[number], model, pretrained, device, precision, batch, workers, quiet)
-        own.append((number, outcome))
-    outcomes = [
-        outcome
-        for _, outcome in sorted((each for every in ranks.all_gather_objects(own) for each in every), key=_key)
-    ]
-    failures = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        report(f"clip_benchmark: {sets[number].name} ({number + 1} of {len(sets)})")
+        outcomes[number] = _run_one(sets[number], flags, workers, _environment(device), quiet)
+    for other in ranks.all_gather_objects(outcomes):
+        outcomes |= other
+    failures = [outcome for _, outcome in sorted(outcomes.items()) if isinstance(outcome, str)]
     for failure in failures:
-        tell(failure)
+        report(failure)
     if len(failures) == len(outcomes):
-        raise UserError(failures[0])
-    return [outcome for outcome in outcomes if isinstance(outcome, SetResult)]
-
-
-def _key(numbered: tuple[int, Any]) -> int:
-    return numbered[0]
+        raise UserError(failures[0], code="suite.failed")
+    return [outcome for _, outcome in sorted(outcomes.items()) if isinstance(outcome, SetResult)]
 
 
 def _run_one(
-    data: SuiteSet,
-    model: str,
-    pretrained: str,
-    device: torch.device,
-    precision: str,
-    batch: int,
-    workers: int,
-    quiet: bool,
+    data: SuiteSet, flags: Sequence[str], workers: int, environment: Mapping[str, str], quiet: bool
 ) -> SetResult | str:
-    """The result, or why there is none."""
-    workers = min(workers, data.shards or workers)
-    with tempfile.TemporaryDirectory() as folder:  # it leaves files where it runs
-        output = Path(folder) / "result.json"
+    """The result, or the reason why there is none."""
+    with tempfile.TemporaryDirectory() as directory:  # it leaves files in its working directory
+        output = Path(directory) / "result.json"
         command = [
             sys.executable, "-m", "leanclip.evaluation.clip_benchmark_main", "eval",
-            "--dataset", data.dataset, "--dataset_root", _literal(data.root), "--task", data.task,
-            "--model", model, "--pretrained", pretrained, "--output", _literal(str(output)), "--split", "test",
-            "--recall_k", "1", "5", "10", "--batch_size", str(batch), "--num_workers", str(workers),
+            "--dataset", data.dataset, "--dataset_root", _literal(data.root), "--task", data.task, *flags,
+            "--output", _literal(str(output)), "--split", "test", "--recall_k", "1", "5", "10",
+            "--num_workers", str(min(workers, data.shards or workers)),
         ]  # fmt: skip
-        command += ["--no_amp"] if precision == "fp32" else []
         done = _run(
             command,
-            cwd=folder,
-            env=_weights_only(os.environ) | _visible(device),
+            cwd=directory,
+            env=environment,
             stdin=subprocess.DEVNULL,  # transformers would ask whether to run a repository's code
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE if quiet else None,
         )
         if done.returncode or not output.is_file():
-            reason = [line for line in (done.stderr or "its message stands above").splitlines() if line.strip()]
-            return f"clip_benchmark failed on {data.name}: {reason[-1] if reason else 'it says nothing'}"
+            lines = [line for line in (done.stderr or "see its message above").splitlines() if line.strip()]
+            return f"clip_benchmark failed on {data.name}: {lines[-1] if lines else 'no message'}"
         raw = json.loads(output.read_text())
+    metrics = {name: float(value) for name, value in raw["metrics"].items() if math.isfinite(value)}
     return SetResult(
         name=f"clip_benchmark/{data.name}",
         kind="retrieval" if raw["task"] == "zeroshot_retrieval" else "zero-shot",
-        metrics=_our_names(raw["metrics"]),
+        metrics={_metric_name(name): value for name, value in metrics.items()},
         by="clip_benchmark",
-        details={"clip_benchmark": {"task": raw["task"], "metrics": _finite(raw["metrics"])}},
+        details={"clip_benchmark": {"task": raw["task"], "metrics": metrics}},
     )
 
 
 def _run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """As subprocess.run, and as long as the process runs this one is at work."""
+    """subprocess.run, and while the process runs this one counts as active."""
     with subprocess.Popen(command, text=True, **options) as process:
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    output, said = process.communicate(timeout=LOOK)
-                    return subprocess.CompletedProcess(command, process.returncode, output, said)
+                    output, errors = process.communicate(timeout=POLL_SECONDS)
+                    return subprocess.CompletedProcess(command, process.returncode, output, errors)
                 ACTIVITY.still_working()
         except BaseException:
             process.kill()
             raise
 
 
-def _our_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    found = {}
-    for name, value in _finite(metrics).items():
-        for theirs, ours in OURS.items():
-            name = name.replace(theirs, ours)
-        found[name] = value
-    return found
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+def _metric_name(name: str) -> str:
+    for theirs, ours in METRIC_NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
 def _literal(path: str) -> str:
-    """It formats paths, so braces are doubled."""
+    """With doubled braces, because CLIP_benchmark formats its paths."""
     return path.replace("{", "{{").replace("}", "}}")
 
 
-def _visible(device: torch.device) -> dict[str, str]:
-    """It takes the first GPU that it sees, so it sees ours alone, or none."""
-    if device.type != "cuda":
-        return {"CUDA_VISIBLE_DEVICES": ""}
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    number = torch.cuda.current_device() if device.index is None else device.index
-    return {"CUDA_VISIBLE_DEVICES": given.split(",")[number] if given else str(number)}
-
-
-def _weights_only(environment: Mapping[str, str]) -> dict[str, str]:
-    """Wherever it loads a file of torch's without saying how."""
-    kept = {name: value for name, value in environment.items() if name != "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"}
-    return kept | {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
+def _environment(device: torch.device) -> dict[str, str]:
+    """With only this GPU visible, of which CLIP_benchmark takes the first, and with torch.load of weights only."""
+    visible, gpus = "", os.environ.get("CUDA_VISIBLE_DEVICES")
+    if device.type == "cuda":
+        number = torch.cuda.current_device() if device.index is None else device.index
+        visible = gpus.split(",")[number] if gpus else str(number)
+    inherited = {name: value for name, value in os.environ.items() if name != "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"}
+    return inherited | {"CUDA_VISIBLE_DEVICES": visible, "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}
 
 
 def _is_web_dataset(path: Path) -> bool:

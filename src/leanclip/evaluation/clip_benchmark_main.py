@@ -1,8 +1,8 @@
 """CLIP_benchmark's own command line, started as `python -m leanclip.evaluation.clip_benchmark_main eval ...`.
 
-The only module that imports clip_benchmark. Of its version 1.6.2 one function is replaced: its `accuracy` turns an
-array of one element into a float in a way that NumPy refuses from 2.4 on. And webdataset forgets how to read what
-could run code, in this process and, because this stands at the top, in those that it starts.
+The only module that imports clip_benchmark. One function of its version 1.6.2 is replaced: its `accuracy` converts an
+array of one element to a float in a way that NumPy 2.4 and later refuse. And webdataset's decoders that could run code
+are removed, in this process and, because this is done at import, in its worker processes.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from webdataset import autodecode
 
 PLAIN = ("txt", "text", "transcript", "cls", "cls2", "index", "inx", "id", "json", "jsn", "npy")
 
-for _ending in set(autodecode.decoders) - set(PLAIN):  # pickles among them; their bytes stay bytes
+for _ending in set(autodecode.decoders) - set(PLAIN):  # pickles among them
     del autodecode.decoders[_ending]
 
 

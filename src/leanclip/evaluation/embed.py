@@ -1,19 +1,33 @@
-"""Embeddings of a held-out set."""
+"""Embeddings of held-out images and captions. Ranks share the work, and all get the result."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from leanclip.data import Subset, evaluation_batches, evaluation_transform
+from leanclip.data import Source, Subset, evaluation_batches, evaluation_transform
 from leanclip.data.loader import EvaluationBatch
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.models import TwoTower
-from leanclip.progress import ACTIVITY
+from leanclip.progress import ACTIVITY, progress_bar
+
+MANY_SAMPLES = 2000  # decoded in a few seconds; for more it pays to start processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """How a model is run on evaluation data; nothing that changes the results beyond rounding."""
+
+    device: torch.device
+    autocast: AbstractContextManager[object] = field(default_factory=nullcontext)
+    batch: int = 256
+    workers: int = 0  # processes that decode images, for sets with many samples
+    progress: bool = False  # show progress bars
 
 
 class Embedded(NamedTuple):
@@ -25,127 +39,113 @@ class Embedded(NamedTuple):
     broken: int  # samples that could not be used
 
     def shared_captions(self, name: str) -> str | None:
-        """A note where captions belong to several images: the others' count as wrong, and tie with the right one."""
-        owners: dict[str, set[int]] = {}
-        for caption, owner in zip(self.captions, self.image_of_text.tolist(), strict=True):
-            owners.setdefault(caption, set()).add(owner)
-        shared = sum(len(owners[caption]) > 1 for caption in self.captions)
+        """A warning if captions belong to several images: only one image counts as right, and the others tie with it."""
+        images_of: dict[str, set[int]] = {}
+        for caption, image in zip(self.captions, self.image_of_text.tolist(), strict=True):
+            images_of.setdefault(caption, set()).add(image)
+        shared = sum(len(images_of[caption]) > 1 for caption in self.captions)
         if not shared:
             return None
         return (
             f"{shared:,} of {len(self.captions):,} captions of {name} belong to more than one image, of which one"
-            " counts as right: recall cannot be high, image-to-text least of all; for classes use --zero-shot"
+            " counts as right: recall cannot be high, above all image-to-text; for classes use --zero-shot"
         )
 
 
-@torch.no_grad()
-def embed(
-    model: TwoTower,
-    data: Subset,
-    *,
-    device: torch.device,
-    autocast: AbstractContextManager[object],
-    batch: int = 256,
-    workers: int = 0,
-    advance: Callable[[int], None] = lambda _: None,
-) -> Embedded:
-    """Embed every image and every caption, as at inference. The model's mode is left as it was.
-
-    Several ranks share the work and all get the result. Each takes equally many, the last ones some twice, because
-    FSDP wants as many forward passes from everybody. `advance` is told how many images are done.
-    """
-    ranks = Ranks.current()
-    was_training = model.training
-    model.eval()
-    transform = evaluation_transform(model.preprocess)
-    own_ids = data.ids[equal_share(ranks, len(data.ids))]
-    embedded, own = [], _Found([], [], [])
-    with autocast:
-        for found in evaluation_batches(data.source, own_ids, transform, batch=batch, workers=workers):
-            own.ids.extend(found.ids)
-            own.captions.extend(found.captions)
-            own.broken.extend(str(error) for error in found.broken)
-            embedded.append(embed_images(model, found, device))
-            ACTIVITY.still_working()
-            advance((len(found.ids) + len(found.broken)) * ranks.size)
-        everyones = ranks.all_gather_objects(own)
-        ids, rows = _once_each(everyones, width=len(own_ids))
-        captions = dict(
-            zip([i for f in everyones for i in f.ids], [c for f in everyones for c in f.captions], strict=True)
-        )
-        if not ids:
-            raise UserError(f"none of the held-out samples can be used: {everyones[0].broken[0]}")
-        images = _everybodys(ranks, torch.cat(embedded), width=len(own_ids))[torch.tensor(rows, device=device)]
-        flat = [caption for index in ids for caption in captions[index]]
-        texts = embed_texts(model, flat, device=device, batch=batch)
-    model.train(was_training)
-    owner = torch.tensor([number for number, index in enumerate(ids) for _ in captions[index]], device=device)
-    return Embedded(images, texts, owner, flat, ids, len(data.ids) - len(ids))
-
-
-def embed_images(model: TwoTower, found: EvaluationBatch, device: torch.device) -> Tensor:
-    """The embeddings of a batch's good images. One without any still takes part, with a blank one."""
-    pixels = found.images if found.ids else torch.zeros(1, *_blank(model), dtype=torch.uint8)
-    return model.encode_image(pixels.to(device)).to(wide_dtype(model))[: len(found.ids)]
-
-
-def embed_texts(
-    model: TwoTower,
-    texts: Sequence[str],
-    *,
-    device: torch.device,
-    batch: int = 256,
-    advance: Callable[[int], None] = lambda _: None,
-) -> Tensor:
-    """The embedding of every text, each distinct one computed once: equal texts tie exactly."""
-    ranks = Ranks.current()
-    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-    distinct = list(numbers)
-    own = [distinct[row] for row in equal_share(ranks, len(distinct))]
-    embedded = []
-    for start in range(0, len(own), batch):
-        tokens = model.tokenizer(own[start : start + batch])  # the model takes them to the device
-        embedded.append(model.encode_text(tokens).to(wide_dtype(model)))
-        ACTIVITY.still_working()
-        advance(len(tokens) * ranks.size)
-    everyones = _everybodys(ranks, torch.cat(embedded), width=len(own))
-    return everyones[torch.tensor([numbers[text] for text in texts], device=device)]
-
-
-class _Found(NamedTuple):
-    """What one rank found in its share of a held-out set."""
+class _Share(NamedTuple):
+    """The samples that one rank embedded."""
 
     ids: list[int]
     captions: list[list[str]]
     broken: list[str]
 
 
+def embed(model: TwoTower, data: Subset, settings: EvaluationSettings, *, name: str = "held-out data") -> Embedded:
+    """Embed every image and every caption, as at inference."""
+    ranks = Ranks.current()
+    local_ids = data.ids[equal_share(ranks, len(data.ids))]
+    local, embeddings = _Share([], [], []), []
+    with inference(model, settings):
+        for batch, images in embedded_batches(model, data.source, local_ids, settings, name):
+            local.ids.extend(batch.ids)
+            local.captions.extend(batch.captions)
+            local.broken.extend(str(error) for error in batch.broken)
+            embeddings.append(images)
+        shares = ranks.all_gather_objects(local)
+        rows: dict[int, int] = {}  # of each id in the gathered embeddings
+        captions: dict[int, list[str]] = {}
+        for rank, share in enumerate(shares):
+            for number, index in enumerate(share.ids):
+                rows.setdefault(index, rank * len(local_ids) + number)
+                captions[index] = share.captions[number]
+        if not rows:
+            raise UserError(
+                f"none of the samples of {name} can be used: {shares[0].broken[0]}", code="data.no_usable_samples"
+            )
+        images = _gather(ranks, torch.cat(embeddings), width=len(local_ids))
+        images = images[torch.tensor(list(rows.values()), device=settings.device)]
+        flat = [caption for index in rows for caption in captions[index]]
+        texts = embed_texts(model, flat, settings, title=f"{name}: captions")
+    image_of_text = [number for number, index in enumerate(rows) for _ in captions[index]]
+    image_of_text = torch.tensor(image_of_text, device=settings.device)
+    return Embedded(images, texts, image_of_text, flat, list(rows), len(data.ids) - len(rows))
+
+
+@contextmanager
+def inference(model: TwoTower, settings: EvaluationSettings) -> Iterator[None]:
+    """Evaluation mode without gradients; the model's mode is restored."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), settings.autocast:
+        yield
+    model.train(was_training)
+
+
+def embedded_batches(
+    model: TwoTower, source: Source, ids: np.ndarray, settings: EvaluationSettings, title: str
+) -> Iterator[tuple[EvaluationBatch, Tensor]]:
+    """Batches with the embeddings of their images, of this rank's ids."""
+    ranks, transform = Ranks.current(), evaluation_transform(model.preprocess)
+    workers = settings.workers if len(ids) * ranks.size > MANY_SAMPLES else 0
+    with progress_bar(title, len(ids) * ranks.size, shown=settings.progress) as advance:
+        for batch in evaluation_batches(source, ids, transform, batch=settings.batch, workers=workers):
+            size = model.preprocess.size
+            height, width = (size, size) if isinstance(size, int) else size
+            # FSDP needs the same number of forward passes on every rank: without a usable image, run a blank one.
+            pixels = batch.images if batch.ids else torch.zeros(1, 3, height, width, dtype=torch.uint8)
+            yield batch, model.encode_image(pixels.to(settings.device)).to(wide_dtype(model))[: len(batch.ids)]
+            ACTIVITY.still_working()
+            advance((len(batch.ids) + len(batch.broken)) * ranks.size)
+
+
+def embed_texts(model: TwoTower, texts: Sequence[str], settings: EvaluationSettings, *, title: str) -> Tensor:
+    """The embedding of every text, each distinct one computed once: equal texts tie exactly."""
+    ranks = Ranks.current()
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    distinct, embeddings = list(numbers), []
+    local = [distinct[row] for row in equal_share(ranks, len(distinct))]
+    with progress_bar(title, len(distinct), shown=settings.progress) as advance:
+        for start in range(0, len(local), settings.batch):
+            tokens = model.tokenizer(local[start : start + settings.batch])  # the model moves them to its device
+            embeddings.append(model.encode_text(tokens).to(wide_dtype(model)))
+            ACTIVITY.still_working()
+            advance(len(tokens) * ranks.size)
+    gathered = _gather(ranks, torch.cat(embeddings), width=len(local))
+    return gathered[torch.tensor([numbers[text] for text in texts], device=settings.device)]
+
+
 def equal_share(ranks: Ranks, count: int) -> np.ndarray:
-    """This rank's part of 0 to count - 1, as long as everybody's: the last number comes more than once if need be."""
+    """This rank's part of 0 to count - 1, of the same length on every rank: the last number is repeated if needed."""
     width = ranks.largest_share(count)
     return np.minimum(np.arange(ranks.rank * width, (ranks.rank + 1) * width), count - 1)
 
 
-def _once_each(everyones: list[_Found], *, width: int) -> tuple[list[int], list[int]]:
-    """The ids that were found, and where each one's embedding stands among everybody's."""
-    places = {}
-    for rank, found in enumerate(everyones):
-        for number, index in enumerate(found.ids):
-            places.setdefault(index, rank * width + number)
-    return list(places), list(places.values())
-
-
-def _everybodys(ranks: Ranks, own: Tensor, *, width: int) -> Tensor:
-    padded = own.new_zeros(width, *own.shape[1:])
-    padded[: len(own)] = own
+def _gather(ranks: Ranks, local: Tensor, *, width: int) -> Tensor:
+    padded = local.new_zeros(width, *local.shape[1:])
+    padded[: len(local)] = local
     return ranks.gather(padded, width * ranks.size, purpose="evaluation")
 
 
-def _blank(model: TwoTower) -> tuple[int, int, int]:
-    size = model.preprocess.size
-    return (3, size, size) if isinstance(size, int) else (3, *size)
-
-
 def wide_dtype(model: TwoTower) -> torch.dtype:
-    """What embeddings are kept and compared in."""
+    """The precision in which embeddings are stored and compared."""
     return torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""Pictures of what a model does: held-out images with the captions it finds for them, and its worst confusions."""
+"""Examples for the report: held-out images with the captions nearest to them, and the hardest negatives."""
 
 import base64
 import io
@@ -13,77 +13,80 @@ from leanclip.evaluation.embed import Embedded
 
 PANEL_PIXELS = 160
 NEGATIVE_PIXELS = 96
-SEARCHED = 2000  # images looked at for the hardest negatives, so that a large set costs no more than a small one
-DEPTH = 32  # best captions of an image among which wrong ones are sought: more than any image has of its own
+SEARCHED = 2000  # images searched for hard negatives, so that a large set costs no more than a small one
+DEPTH = 32  # nearest captions of an image among which wrong ones are searched: more than any image has itself
 TILE = 1 << 24  # scores that exist at a time
 
 
 def retrieval_panel(data: Subset, embedded: Embedded, *, images: int = 12, matches: int = 5) -> list[dict[str, Any]]:
-    """Some images spread over the set, each with its best-matching captions; the right ones are marked."""
-    panel = []
-    owner_of = embedded.image_of_text.tolist()
+    """Images spread over the set, each with its nearest captions; the right ones are marked."""
+    panel, captions_of = [], _captions_of(embedded)
     for row in _spread(len(embedded.ids), images):
         scores, order = (embedded.images[row] @ embedded.texts.T).topk(min(matches, len(embedded.captions)))
-        right = [caption for caption, owner in zip(embedded.captions, owner_of, strict=True) if owner == row]
-        best = [
-            {"caption": embedded.captions[j], "score": score, "correct": embedded.captions[j] in right}
+        nearest = [
+            {"caption": embedded.captions[j], "score": score, "correct": embedded.captions[j] in captions_of[row]}
             for j, score in zip(order.tolist(), scores.tolist(), strict=True)
         ]
-        panel.append(_picture(data, embedded.ids[row], PANEL_PIXELS) | {"caption": right[0], "matches": best})
+        thumbnail = _thumbnail(data, embedded.ids[row], PANEL_PIXELS)
+        panel.append(thumbnail | {"caption": captions_of[row][0], "matches": nearest})
     return panel
 
 
 @torch.no_grad()
 def hardest_negatives(
-    data: Subset, embedded: Embedded, *, images: int = 6, negatives: int = 3, searched: int = SEARCHED
+    data: Subset, embedded: Embedded, *, images: int = 6, negatives: int = 3
 ) -> list[dict[str, Any]]:
-    """The images whose best wrong caption beats their best right one by most, or comes nearest to it.
+    """The images whose best wrong caption scores highest relative to their best right one.
 
-    Each with those wrong captions and the images they belong to. A caption that reads like a right one is not wrong.
+    Each with those wrong captions and the images that these belong to. A caption equal to a right one is not wrong.
     """
-    captions_of: dict[int, list[str]] = {}
-    owner_of = embedded.image_of_text.tolist()
-    for caption, owner in zip(embedded.captions, owner_of, strict=True):
-        captions_of.setdefault(owner, []).append(caption)
+    captions_of, owner_of = _captions_of(embedded), embedded.image_of_text.tolist()
     own = (embedded.images[embedded.image_of_text] * embedded.texts).sum(1)
     right = own.new_full((len(embedded.images),), -torch.inf)
     right = right.scatter_reduce(0, embedded.image_of_text, own, "amax").tolist()
 
-    found: list[tuple[float, int, list[tuple[int, float]]]] = []
-    rows = [row for row in _spread(len(embedded.ids), searched) if row in captions_of]
-    depth = min(DEPTH, len(embedded.captions))
+    hardest: list[tuple[float, int, list[tuple[int, float]]]] = []
+    rows = _spread(len(embedded.ids), SEARCHED)
     width = max(1, TILE // len(embedded.captions))
     for start in range(0, len(rows), width):
         part = rows[start : start + width]
-        scores, order = (embedded.images[part] @ embedded.texts.T).topk(depth)
+        scores, order = (embedded.images[part] @ embedded.texts.T).topk(min(DEPTH, len(embedded.captions)))
         for row, values, texts in zip(part, scores.tolist(), order.tolist(), strict=True):
             wrong: dict[str, tuple[int, float]] = {}
             for text, value in zip(texts, values, strict=True):
                 if embedded.captions[text] not in captions_of[row]:
                     wrong.setdefault(embedded.captions[text], (text, value))
             if wrong:
-                hardest = list(wrong.values())[:negatives]
-                found.append((hardest[0][1] - right[row], row, hardest))
-    found.sort(key=lambda entry: entry[0], reverse=True)
+                worst = list(wrong.values())[:negatives]
+                hardest.append((worst[0][1] - right[row], row, worst))
+    hardest.sort(key=lambda entry: entry[0], reverse=True)
     return [
-        _picture(data, embedded.ids[row], PANEL_PIXELS)
+        _thumbnail(data, embedded.ids[row], PANEL_PIXELS)
         | {"caption": captions_of[row][0], "score": right[row]}
         | {
             "negatives": [
-                _picture(data, embedded.ids[owner_of[text]], NEGATIVE_PIXELS)
+                _thumbnail(data, embedded.ids[owner_of[text]], NEGATIVE_PIXELS)
                 | {"caption": embedded.captions[text], "score": score}
-                for text, score in wrong
+                for text, score in worst
             ]
         }
-        for _, row, wrong in found[:images]
+        for _, row, worst in hardest[:images]
     ]
 
 
-def _spread(count: int, wanted: int) -> list[int]:
-    return np.linspace(0, count - 1, min(wanted, count)).round().astype(int).tolist()
+def _captions_of(embedded: Embedded) -> dict[int, list[str]]:
+    """The captions of each image, by its row."""
+    captions: dict[int, list[str]] = {}
+    for caption, row in zip(embedded.captions, embedded.image_of_text.tolist(), strict=True):
+        captions.setdefault(row, []).append(caption)
+    return captions
 
 
-def _picture(data: Subset, index: int, pixels: int) -> dict[str, str]:
+def _spread(count: int, number: int) -> list[int]:
+    return np.linspace(0, count - 1, min(number, count)).round().astype(int).tolist()
+
+
+def _thumbnail(data: Subset, index: int, pixels: int) -> dict[str, str]:
     image = decode_image(data.source, index)
     image.thumbnail((pixels, pixels))
     file = io.BytesIO()

@@ -1,12 +1,12 @@
-"""Images with classes: WebDataset shards with .cls files, a folder for each class, ImageNet, the bundled emoji."""
+"""Images with classes: WebDataset shards with .cls files, one folder per class, ImageNet, the bundled emoji."""
 
 import json
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,24 +22,24 @@ from leanclip.progress import ACTIVITY
 CLASSNAMES_FILE = "classnames.txt"
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
 BUNDLED_NAME = "emoji"
-DESCRIBED_BY = 32
+DESCRIPTIONS = 32  # captions that describe a group of emoji
 BUNDLED_NOTE = (
-    f"Emoji groups, each described by {DESCRIBED_BY} of its members' names: unseen renders of known concepts."
+    f"Emoji groups, each described by {DESCRIPTIONS} of its members' names: unseen renders of known concepts."
 )
 
 
 @dataclass(frozen=True)
 class LabelledSet:
-    """A source whose every sample has one of `classnames`; `source.captions` gives its name."""
+    """A source in which every sample has one of `classnames`, which is also its caption."""
 
     name: str
     source: Source
     labels: np.ndarray  # (N,) int64, by the sample's id
     classnames: tuple[str, ...]
-    templates: tuple[str, ...] | None = None  # the set's own, where it brings any
-    descriptions: tuple[tuple[str, ...], ...] | None = None  # texts for each class, in place of its name in templates
+    templates: tuple[str, ...] | None = None  # of the set itself
+    descriptions: tuple[tuple[str, ...], ...] | None = None  # texts for each class, in place of templates
     note: str | None = None
-    left_out: int = 0  # samples without an image or without a usable label
+    skipped: int = 0  # samples without an image or without a usable label
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -51,44 +51,49 @@ def labelled_sets(
     imagenet_val: str | None = None,
     imagenet_v2: str | None = None,
     bundled: bool = False,
+    used_names: Collection[str] = (),
 ) -> list[LabelledSet]:
-    """All sets that were named, each once; a second one of the same name is numbered."""
-    found = [open_labelled(given) for given in dict.fromkeys(zero_shot)]
+    """All sets that were named, each once, with distinct names."""
+    sets = [open_labelled(name) for name in dict.fromkeys(zero_shot)]
     if imagenet_val is not None:
-        found.append(open_imagenet(imagenet_val))
+        sets.append(open_imagenet(imagenet_val))
     if imagenet_v2 is not None:
-        found.append(open_imagenet(imagenet_v2, name="imagenet-v2"))
+        sets.append(open_imagenet(imagenet_v2, name="imagenet-v2"))
     if bundled and BUNDLED_NAME not in zero_shot:
-        found.append(bundled_groups())
-    seen: Counter[str] = Counter()
-    for number, each in enumerate(found):
-        seen[each.name] += 1
-        if seen[each.name] > 1:
-            found[number] = replace(each, name=f"{each.name}-{seen[each.name]}")
-    return found
+        sets.append(bundled_groups())
+    names = list(used_names)
+    for labelled in sets:
+        names.append(unused_name(labelled.name, names))
+    return [replace(labelled, name=name) for labelled, name in zip(sets, names[len(used_names) :], strict=True)]
 
 
-def open_labelled(given: str, *, name: str | None = None) -> LabelledSet:
-    """What `--zero-shot` names: shards, a folder in CLIP_benchmark's layout, a folder for each class, or `emoji`."""
-    path = Path(given)
-    if given == BUNDLED_NAME and not path.exists():
+def unused_name(name: str, used: Collection[str]) -> str:
+    """The name itself, or with the first free number."""
+    candidates = [name, *(f"{name}-{number}" for number in range(2, len(used) + 2))]
+    return next(candidate for candidate in candidates if candidate not in used)
+
+
+def set_name(path: str) -> str:
+    return PurePosixPath(path.rstrip("/")).name.removesuffix(".tar")
+
+
+def open_labelled(name: str) -> LabelledSet:
+    """The set that `--zero-shot` names: shards, a directory in CLIP_benchmark's layout, class folders, or `emoji`."""
+    path = Path(name)
+    if name == BUNDLED_NAME and not path.exists():
         return bundled_groups()
-    name = name or PurePosixPath(given.rstrip("/")).name.removesuffix(".tar")
-    if not path.is_dir():
-        return _open_shards(given, name, ())
-    if any(path.glob("*.tar")):
-        return _open_shards(given, name, ())
-    if (path / "test").is_dir() and any((path / "test").glob("*.tar")):
-        return _open_shards(str(path / "test"), name, ())
-    return _open_folder(path, name)
+    if path.is_dir() and not any(path.glob("*.tar")):
+        if not any(path.glob("test/*.tar")):
+            return _open_folder(path, set_name(name))
+        return _open_shards(str(path / "test"), set_name(name), ())
+    return _open_shards(name, set_name(name), ())
 
 
-def open_imagenet(given: str, *, name: str = "imagenet") -> LabelledSet:
+def open_imagenet(directory: str, *, name: str = "imagenet") -> LabelledSet:
     """ImageNet's validation images: 1,000 folders named by WordNet id or by number, or shards with .cls files."""
-    path = Path(given)
-    names = imagenet_classnames()
-    if not path.exists() or path.is_file() or any(path.glob("*.tar")):
-        return _open_shards(given, name, names)
+    path, names = Path(directory), imagenet_classnames()
+    if not path.is_dir() or any(path.glob("*.tar")):
+        return _open_shards(directory, name, names)
     folders = _class_folders(path)
     if len(folders) != len(names) and (path / "val").is_dir():
         path, folders = path / "val", _class_folders(path / "val")
@@ -97,75 +102,66 @@ def open_imagenet(given: str, *, name: str = "imagenet") -> LabelledSet:
     known = all(re.fullmatch(r"n\d{8}|\d+", folder.name) for folder in folders)
     if not known or len(folders) != len(names):
         raise UserError(
-            f"{path} holds {len(folders)} folders{'' if known else ' that are not WordNet ids'}; ImageNet's layout is"
+            f"{path} has {len(folders)} folders{'' if known else ' that are not WordNet ids'}; ImageNet's layout is"
             f" {len(names):,} of them, n01440764 to n15075141 (for other classes: --zero-shot, with a"
-            f" {CLASSNAMES_FILE})"
+            f" {CLASSNAMES_FILE})",
+            code="zero_shot.bad_layout",
         )
     return _of_folders(path, folders, name, names)
 
 
 def bundled_groups() -> LabelledSet:
-    """The bundled held-out emoji, each with the group that Unicode puts it into.
+    """The bundled held-out emoji, classified by their Unicode group.
 
-    A model trained on a thousand captions has not met the groups' names; so each is described by what is in it.
+    The names of the groups do not occur in the thousand training captions, so captions describe each group.
     """
     rows = [json.loads(line) for line in (BUNDLED / "meta.jsonl").read_text().splitlines()]
     groups = sorted({row["group"] for row in rows})
-    members = {group: dict.fromkeys(_caption(row) for row in rows if row["group"] == group) for group in groups}
-    numbers = {row["key"]: str(groups.index(row["group"])) for row in rows if row["split"] == "val"}
+    captions: dict[str, dict[str, None]] = {group: {} for group in groups}
+    for row in rows:
+        captions[row["group"]][", ".join([row["label"], *row["tags"]])] = None
+    labels = {row["key"]: str(groups.index(row["group"])) for row in rows if row["split"] == "val"}
     files = stat_all(expand(str(BUNDLED / "val-*.tar")), "the bundled emoji")
-    found = _of_shards(f"{BUNDLED_NAME} groups", files, _scan(files, numbers), tuple(groups), None)
-    descriptions = tuple(_spread(tuple(members[group]), DESCRIBED_BY) for group in groups)
-    return replace(found, descriptions=descriptions, note=BUNDLED_NOTE)
+    descriptions = tuple(_spread(list(captions[group])) for group in groups)
+    labelled = _of_shards(f"{BUNDLED_NAME} groups", files, tuple(groups), labels_by_key=labels)
+    return replace(labelled, descriptions=descriptions, note=BUNDLED_NOTE)
 
 
-def _spread(texts: tuple[str, ...], count: int) -> tuple[str, ...]:
-    return tuple(texts[len(texts) * number // count] for number in range(count))
-
-
-def _caption(row: Mapping[str, Any]) -> str:
-    return ", ".join([row["label"], *row["tags"]])
+def _spread(texts: list[str]) -> tuple[str, ...]:
+    return tuple(texts[len(texts) * number // DESCRIPTIONS] for number in range(DESCRIPTIONS))
 
 
 def read_lines(path: str) -> list[str]:
-    """The lines of a text file, local or by URL, without those that are empty."""
+    """The lines of a text file, local or by URL, without empty ones."""
     file = stat_all([path], path)[0]
     try:
         text = OpenFiles().read(file, 0, file.size).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path} as text in UTF-8 ({error})") from error
+        raise UserError(f"cannot read {path} as text in UTF-8 ({error})", code="data.bad_text") from error
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-class _Place(NamedTuple):
-    """Where an image lies in which shard."""
+class _Image(NamedTuple):
+    """The position of an encoded image: in a shard, or a whole file."""
 
-    file: int
+    file: FileStat
     offset: int
     length: int
-    key: str
+    key: str  # of the sample in its shard
 
 
-class _Found(NamedTuple):
-    places: list[_Place]
-    labels: list[str]  # as written
-    left_out: int
-
-
-class _ShardImages(Source):
-    """Images by position in tar files."""
-
-    def __init__(self, files: list[FileStat], places: list[_Place], captions: list[str]) -> None:
-        self.files, self.places, self.texts = files, places, captions
+class _Images(Source):
+    def __init__(self, images: list[_Image], captions: list[str]) -> None:
+        self.images, self.texts = images, captions
         self._open = OpenFiles()
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.images)
 
     def image_bytes(self, index: int) -> bytes:
-        place = self.places[index]
+        image = self.images[index]
         try:
-            return self._open.read(self.files[place.file], place.offset, place.length)
+            return self._open.read(image.file, image.offset, image.length)
         except OSError as error:
             raise BrokenSample("vanished", f"cannot read {self.name(index)} ({error})") from error
 
@@ -173,120 +169,96 @@ class _ShardImages(Source):
         return [self.texts[index]]
 
     def name(self, index: int) -> str:
-        return f"{self.places[index].key} of {self.files[self.places[index].file].path}"
+        image = self.images[index]
+        return f"{image.key} of {image.file.path}" if image.key else image.file.path
 
 
-class _FolderImages(Source):
-    """Images by path."""
-
-    def __init__(self, root: Path, names: list[str], captions: list[str]) -> None:
-        self.root, self.names, self.texts = root, names, captions
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def image_bytes(self, index: int) -> bytes:
-        try:
-            return (self.root / self.names[index]).read_bytes()
-        except OSError as error:
-            raise BrokenSample("vanished", f"cannot read {self.name(index)} ({error.strerror})") from error
-
-    def captions(self, index: int) -> list[str]:
-        return [self.texts[index]]
-
-    def name(self, index: int) -> str:
-        return str(self.root / self.names[index])
-
-
-def _open_shards(given: str, name: str, classnames: Sequence[str]) -> LabelledSet:
-    files = stat_all(expand(given), given)
-    own = _beside(files[0], CLASSNAMES_FILE)
-    if own is None and not classnames:
+def _open_shards(pattern: str, name: str, classnames: Sequence[str]) -> LabelledSet:
+    files = stat_all(expand(pattern), pattern)
+    classnames = _lines_beside(files[0], CLASSNAMES_FILE) or tuple(classnames)
+    if not classnames:
         raise UserError(
-            f"no {CLASSNAMES_FILE} beside {files[0].path} or in the folder above: it holds the name of each class,"
-            " one per line, in the order of the numbers in the .cls files"
+            f"no {CLASSNAMES_FILE} beside {files[0].path} or in the directory above: it holds the name of each class,"
+            " one per line, in the order of the numbers in the .cls files",
+            code="zero_shot.no_classnames",
         )
-    names = tuple(read_lines(own)) if own is not None else tuple(classnames)
-    templates = _beside(files[0], TEMPLATES_FILE)
-    return _of_shards(name, files, _scan(files), names, None if templates is None else tuple(read_lines(templates)))
+    return replace(_of_shards(name, files, classnames), templates=_lines_beside(files[0], TEMPLATES_FILE))
 
 
 def _of_shards(
     name: str,
     files: list[FileStat],
-    found: _Found,
     classnames: tuple[str, ...],
-    templates: tuple[str, ...] | None,
+    *,
+    labels_by_key: Mapping[str, str] | None = None,
 ) -> LabelledSet:
-    if not found.places:
+    """The images with a label: by their .cls, or by the key of the sample."""
+    numbers = {classname: number for number, classname in enumerate(classnames)}
+    images: list[_Image] = []
+    labels: list[int] = []
+    samples = 0
+    for file in files:
+        shard_images, texts = _scan(file)
+        if labels_by_key is not None:
+            texts = {key: labels_by_key[key] for key in shard_images if key in labels_by_key}
+        samples += len(set(shard_images) | set(texts))
+        for key in [key for key in shard_images if texts.get(key)]:
+            number = int(texts[key]) if texts[key].isdecimal() else numbers.get(texts[key], -1)
+            if number >= len(classnames):
+                raise UserError(
+                    f"{key}.cls of {file.path} holds class {number}, and {CLASSNAMES_FILE} has {len(classnames)}"
+                    " lines, numbered from 0: is it the right one?",
+                    code="zero_shot.bad_class",
+                )
+            if number >= 0:
+                images.append(shard_images[key])
+                labels.append(number)
+    if not images:
         raise UserError(
             f"no labelled images in {files[0].path}: a sample is an image ({', '.join(IMAGE_ENDINGS)}) and a .cls of"
-            " one name"
+            f" the same name, with a number or a name of {CLASSNAMES_FILE}",
+            code="zero_shot.no_images",
         )
-    numbers = {classname: number for number, classname in enumerate(classnames)}
-    labels, kept = [], []
-    for place, text in zip(found.places, found.labels, strict=True):
-        number = int(text) if text.isdecimal() else numbers.get(text, -1)
-        if number >= len(classnames):
-            raise UserError(
-                f"{place.key}.cls of {files[place.file].path} says class {number}, and {CLASSNAMES_FILE} has"
-                f" {len(classnames)} lines, numbered from 0: is it the right one?"
-            )
-        if number >= 0:
-            labels.append(number)
-            kept.append(place)
-    if not kept:
-        raise UserError(f"the .cls files of {files[0].path} hold no numbers and no names of {CLASSNAMES_FILE}")
-    left_out = found.left_out + len(found.places) - len(kept)
-    images = _ShardImages(files, kept, [classnames[number] for number in labels])
-    return LabelledSet(name, images, np.array(labels, np.int64), classnames, templates, left_out=left_out)
+    source = _Images(images, [classnames[number] for number in labels])
+    return LabelledSet(name, source, np.array(labels, np.int64), classnames, skipped=samples - len(images))
 
 
-def _scan(files: list[FileStat], known: Mapping[str, str] | None = None) -> _Found:
-    """All images with a label: that of their .cls, or one that is known by the sample's key."""
-    places, labels, left_out = [], [], 0
-    for number, file in enumerate(files):
-        images: dict[str, _Place] = {}
-        texts: dict[str, str] = dict(known or {})
-        with open_tar(file) as reader:
-            for name, offset, length, content in files_in(reader, contents_of=".cls"):
-                directory, slash, base = name.rpartition("/")
-                stem, _, ending = base.partition(".")
-                if ending.lower() in IMAGE_ENDINGS:
-                    images.setdefault(
-                        directory + slash + stem, _Place(number, offset, length, directory + slash + stem)
-                    )
-                elif ending == "cls":
-                    texts[directory + slash + stem] = content.decode("utf-8", "replace").strip()
-        whole = [key for key in images if texts.get(key)]
-        places += [images[key] for key in whole]
-        labels += [texts[key] for key in whole]
-        left_out += len(set(images) | set(texts) if known is None else images) - len(whole)
-    return _Found(places, labels, left_out)
+def _scan(file: FileStat) -> tuple[dict[str, _Image], dict[str, str]]:
+    """The images of a shard and the contents of its .cls files, by the key of the sample."""
+    images: dict[str, _Image] = {}
+    texts: dict[str, str] = {}
+    with open_tar(file) as reader:
+        for name, offset, length, content in files_in(reader, contents_of=".cls"):
+            directory, slash, base = name.rpartition("/")
+            stem, _, ending = base.partition(".")
+            key = directory + slash + stem
+            if ending.lower() in IMAGE_ENDINGS:
+                images.setdefault(key, _Image(file, offset, length, key))
+            elif ending == "cls":
+                texts[key] = content.decode("utf-8", "replace").strip()
+    return images, texts
 
 
-def _beside(file: FileStat, name: str) -> str | None:
-    """A file in the folder of a shard or in the one above."""
+def _lines_beside(file: FileStat, name: str) -> tuple[str, ...] | None:
+    """The lines of a file in the directory of a shard or in the one above."""
     above = file.directory.rpartition("/")[0] if is_remote(file.path) else str(Path(file.directory).parent)
-    for directory in (file.directory, above):
-        candidate = f"{directory}/{name}"
-        if is_remote(candidate):
-            try:
-                stat_all([candidate], candidate)
-            except UserError:
-                continue
-            return candidate
-        if Path(candidate).is_file():
-            return candidate
-    return None
+    paths = [path for path in (f"{file.directory}/{name}", f"{above}/{name}") if _exists(path)]
+    return tuple(read_lines(paths[0])) if paths else None
+
+
+def _exists(path: str) -> bool:
+    with suppress(UserError):
+        return bool(stat_all([path], path))
+    return False
 
 
 def _open_folder(path: Path, name: str) -> LabelledSet:
     folders = _class_folders(path)
     if len(folders) < 2:
         raise UserError(
-            f"{path} holds {len(folders)} folders and no *.tar: give a folder with one folder of images per class, or"
-            f" tar shards with .cls files and a {CLASSNAMES_FILE}"
+            f"{path} has {len(folders)} folders and no *.tar: give a directory with one folder of images per class, or"
+            f" tar shards with .cls files and a {CLASSNAMES_FILE}",
+            code="zero_shot.bad_layout",
         )
     names = [folder.name.replace("_", " ") for folder in folders]
     if (path / CLASSNAMES_FILE).is_file():
@@ -294,25 +266,28 @@ def _open_folder(path: Path, name: str) -> LabelledSet:
         if len(names) != len(folders):
             raise UserError(
                 f"{path / CLASSNAMES_FILE} has {len(names)} lines for {len(folders)} folders; give one line per"
-                " folder, in the order of the folders' names"
+                " folder, in the order of the folders' names",
+                code="zero_shot.bad_layout",
             )
     return _of_folders(path, folders, name, names)
 
 
 def _of_folders(path: Path, folders: list[Path], name: str, classnames: Sequence[str]) -> LabelledSet:
-    names: list[str] = []
+    images: list[_Image] = []
     labels: list[int] = []
     for number, folder in enumerate(folders):
-        below = [str(file.relative_to(path)) for file in sorted(_images_below(folder))]
-        names += below
-        labels += [number] * len(below)
+        paths = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
+        images += [_Image(file, 0, file.size, "") for file in stat_all([str(file) for file in paths], str(folder))]
+        labels += [number] * len(paths)
         ACTIVITY.still_working()
-    if not names:
-        raise UserError(f"no images in the folders of {path}: looked for {', '.join(IMAGE_SUFFIXES)}")
+    if not images:
+        raise UserError(
+            f"no images in the folders of {path}: looked for {', '.join(IMAGE_SUFFIXES)}", code="zero_shot.no_images"
+        )
     templates = path / TEMPLATES_FILE
     return LabelledSet(
         name,
-        _FolderImages(path, names, [classnames[number] for number in labels]),
+        _Images(images, [classnames[number] for number in labels]),
         np.array(labels, np.int64),
         tuple(classnames),
         tuple(read_lines(str(templates))) if templates.is_file() else None,
@@ -321,7 +296,3 @@ def _of_folders(path: Path, folders: list[Path], name: str, classnames: Sequence
 
 def _class_folders(path: Path) -> list[Path]:
     return sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-
-
-def _images_below(folder: Path) -> Iterable[Path]:
-    return (file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())

@@ -1,13 +1,12 @@
-"""Zero-shot classification: which class name, put into sentences, is nearest to an image?"""
+"""Zero-shot classification: the class whose prompts have the embedding nearest to that of the image."""
 
-import contextlib
 import hashlib
 import json
 import math
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,28 +15,33 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from leanclip.data import evaluation_batches, evaluation_transform
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
-from leanclip.evaluation.embed import embed_images, embed_texts, equal_share, wide_dtype
+from leanclip.evaluation.embed import (
+    EvaluationSettings,
+    embed_texts,
+    embedded_batches,
+    equal_share,
+    inference,
+    wide_dtype,
+)
 from leanclip.evaluation.labelled_sets import LabelledSet
 from leanclip.evaluation.prompts import Prompts
 from leanclip.filesystem import atomic_path, cache_directory
 from leanclip.models import TwoTower
-from leanclip.progress import ACTIVITY, progress_bar
 
-ALL_SHOWN = 5  # with fewer classes every answer would be among the first five
+FEWEST_FOR_TOP5 = 5  # classes
 
 
 def zero_shot_metrics(labelled: LabelledSet) -> tuple[str, ...]:
-    """What can be measured on a set, by the names in `Classified.metrics`."""
-    always = ("top1", "mean_per_class_recall")
-    return (*always, "top5") if len(labelled.classnames) >= ALL_SHOWN else always
+    """The names of the accuracies in `Classified.metrics` for a set."""
+    names = ("top1", "mean_per_class_recall")
+    return (*names, "top5") if len(labelled.classnames) >= FEWEST_FOR_TOP5 else names
 
 
 @dataclass(frozen=True, kw_only=True)
 class Classified:
-    """How the images of a set were classified."""
+    """The classification of the images of a set."""
 
     name: str
     classnames: tuple[str, ...]
@@ -61,12 +65,12 @@ class Classified:
 
     @property
     def largest_class(self) -> float:
-        """What one gets by always naming the most frequent class."""
+        """The accuracy of always predicting the most frequent class."""
         return float(self.confusion.sum(1).max() / self.images)
 
     @property
     def recall_of_class(self) -> np.ndarray:
-        """The share of each class's images that was recognised; NaN for a class without images."""
+        """The accuracy on the images of each class; NaN for a class without images."""
         counts = self.confusion.sum(1)
         return np.where(counts > 0, self.confusion.diagonal() / np.maximum(counts, 1), math.nan)
 
@@ -76,13 +80,12 @@ class Classified:
         return float(np.nanmean(self.recall_of_class))
 
     def metrics(self) -> dict[str, float]:
-        found = {"top1": self.top1, "mean_per_class_recall": self.mean_per_class_recall}
-        if not math.isnan(self.top5):
-            found |= {"top5": self.top5, "chance@5": 5 * self.chance}
-        return found | {"images": self.images, "chance@1": self.chance}
+        top5 = {} if math.isnan(self.top5) else {"top5": self.top5, "chance@5": 5 * self.chance}
+        accuracies = {"top1": self.top1, "mean_per_class_recall": self.mean_per_class_recall}
+        return accuracies | top5 | {"images": self.images, "chance@1": self.chance}
 
     def per_class(self) -> list[dict[str, Any]]:
-        """For each class its images, the share recognised, and what it was taken for most often."""
+        """For each class its images, its recall, and the class it is most often mistaken for."""
         rows = []
         for number, recall in enumerate(self.recall_of_class.tolist()):
             wrong = self.confusion[number].copy()
@@ -98,7 +101,7 @@ class Classified:
         return rows
 
     def to_json(self) -> dict[str, Any]:
-        """The figures and counts, for zero_shot.json and for the results of `leanclip evaluate`."""
+        """Metrics and counts, for zero_shot.json and for the results of `leanclip evaluate`."""
         return {
             "classnames": list(self.classnames),
             "confusion": self.confusion.tolist(),
@@ -114,105 +117,80 @@ class Classified:
         }
 
 
-@torch.no_grad()
 def classifier_of(
-    model: TwoTower,
-    prompts: Prompts,
-    *,
-    device: torch.device,
-    batch: int = 256,
-    cache: "ClassifierCache | None" = None,
-    shown: bool = False,
+    model: TwoTower, prompts: Prompts, settings: EvaluationSettings, cache: "ClassifierCache | None" = None
 ) -> Tensor:
-    """One unit vector per class: the mean of its prompts' embeddings. All ranks call it together."""
-    kept = None if cache is None else cache.get(prompts)
-    if kept is not None:
-        return kept.to(device, wide_dtype(model))
+    """One unit vector per class: the mean of the embeddings of its prompts. All ranks call it together."""
+    cached = None if cache is None else cache.get(prompts)
+    if cached is not None:
+        return cached.to(settings.device, wide_dtype(model))
     flat = [text for texts in prompts for text in texts]
-    with progress_bar("embedding class names", len(set(flat)), shown=shown) as advance:
-        embedded = embed_texts(model, flat, device=device, batch=batch, advance=advance)
-    means = torch.stack([part.mean(0) for part in embedded.split([len(texts) for texts in prompts])])
-    made = F.normalize(means, dim=-1)
+    embeddings = embed_texts(model, flat, settings, title="embedding class names")
+    means = torch.stack([part.mean(0) for part in embeddings.split([len(texts) for texts in prompts])])
+    classifier = F.normalize(means, dim=-1)
     if cache is not None:
-        cache.put(prompts, made)
-    return made
+        cache.put(prompts, classifier)
+    return classifier
 
 
-@torch.no_grad()
 def classify(
     model: TwoTower,
     labelled: LabelledSet,
     prompts: Prompts,
+    settings: EvaluationSettings,
     *,
-    device: torch.device,
-    autocast: AbstractContextManager[object],
-    batch: int = 256,
-    workers: int = 0,
     cache: "ClassifierCache | None" = None,
-    shown: bool = False,
 ) -> Classified:
-    """Classify every image of a set. The model's mode is left as it was.
+    """Classify every image of a set. Images that cannot be decoded are counted and skipped.
 
-    Several ranks share the images, each taking equally many, and all get the result. Ties count against: a wrong
-    class with the same score stands before the right one. Images that cannot be decoded are counted and left out.
+    A tie counts as wrong: a wrong class with the same score ranks before the right one.
     """
     ranks = Ranks.current()
-    was_training = model.training
-    model.eval()
-    transform = evaluation_transform(model.preprocess)
-    own_ids = equal_share(ranks, len(labelled))
     answers: list[np.ndarray] = []
     broken: list[str] = []
-    with autocast:
-        classes = classifier_of(model, prompts, device=device, batch=batch, cache=cache, shown=shown)
-        with progress_bar(labelled.name, len(labelled), shown=shown) as advance:
-            for found in evaluation_batches(labelled.source, own_ids, transform, batch=batch, workers=workers):
-                embedded = embed_images(model, found, device)
-                labels = torch.from_numpy(labelled.labels[found.ids]).to(device)
-                answer = _answers(embedded, classes, labels)
-                rows = np.stack([np.array(found.ids, np.int64), *(part.cpu().numpy() for part in answer)])
-                answers.append(rows)
-                broken += [str(error) for error in found.broken][: 1 - len(broken)]
-                ACTIVITY.still_working()
-                advance((len(found.ids) + len(found.broken)) * ranks.size)
-    model.train(was_training)
-    everyones = ranks.all_gather_objects((np.concatenate(answers, axis=1), broken))
-    ids, predicted, place = np.concatenate([answer for answer, _ in everyones], axis=1)
+    with inference(model, settings):
+        classifier = classifier_of(model, prompts, settings, cache)
+        local_ids = equal_share(ranks, len(labelled))
+        for batch, embeddings in embedded_batches(model, labelled.source, local_ids, settings, labelled.name):
+            labels = torch.from_numpy(labelled.labels[batch.ids]).to(settings.device)
+            predicted_and_rank = (part.cpu().numpy() for part in predictions(embeddings, classifier, labels))
+            answers.append(np.stack([np.array(batch.ids, np.int64), *predicted_and_rank]))
+            broken += [str(error) for error in batch.broken][: 1 - len(broken)]
+    gathered = ranks.all_gather_objects((np.concatenate(answers, axis=1), broken))
+    ids, predicted, rank = np.concatenate([answer for answer, _ in gathered], axis=1)
     if not len(ids):
-        raise UserError(f"none of the images of {labelled.name} can be used: {everyones[0][1][0]}")
-    first = np.unique(ids, return_index=True)[1]  # those that two ranks took count once
-    ids, predicted, place = ids[first], predicted[first], place[first]
+        raise UserError(
+            f"none of the images of {labelled.name} can be used: {gathered[0][1][0]}", code="data.no_usable_samples"
+        )
+    first = np.unique(ids, return_index=True)[1]  # an image that two ranks classified counts once
+    ids, predicted, rank = ids[first], predicted[first], rank[first]
     size = len(labelled.classnames)
     confusion = np.bincount(labelled.labels[ids] * size + predicted, minlength=size * size).reshape(size, size)
     return Classified(
         name=labelled.name,
         classnames=labelled.classnames,
         confusion=confusion,
-        top5=float((place < 5).mean()) if "top5" in zero_shot_metrics(labelled) else math.nan,
+        top5=float((rank < 5).mean()) if "top5" in zero_shot_metrics(labelled) else math.nan,
         prompts=sum(map(len, prompts)),
-        broken=len(labelled) - len(ids) + labelled.left_out,
+        broken=len(labelled) - len(ids) + labelled.skipped,
         note=labelled.note,
     )
 
 
-class _Answers(NamedTuple):
-    predicted: Tensor
-    place: Tensor  # how many classes stand before the right one
-
-
-def _answers(embedded: Tensor, classes: Tensor, labels: Tensor) -> _Answers:
-    with torch.autocast(embedded.device.type, enabled=False):
-        scores = embedded @ classes.T
+def predictions(embeddings: Tensor, classifier: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The predicted class of each image, and the rank of the right one: the number of classes before it."""
+    with torch.autocast(embeddings.device.type, enabled=False):
+        scores = embeddings @ classifier.T
     right = scores.gather(1, labels[:, None])
-    place = (~(scores < right)).sum(1) - 1
+    rank = (~(scores < right)).sum(1) - 1  # NaN counts as before it
     others = scores.scatter(1, labels[:, None], -torch.inf)
-    return _Answers(torch.where(place == 0, labels, others.argmax(1)), place)
+    return torch.where(rank == 0, labels, others.argmax(1)), rank
 
 
 class ClassifierCache:
-    """Classifiers on disk, by the text tower's weights and the prompts. Rank 0 reads and writes.
+    """Classifiers on disk, keyed by the text tower's weights and the prompts. Rank 0 reads and writes.
 
-    `precision` names what the embeddings are computed in, where that is not the weights' own.
+    `precision` is that of the embeddings, if it is not that of the weights.
     """
 
     def __init__(self, model: TwoTower, *, precision: str = "", directory: Path | None = None) -> None:
@@ -220,30 +198,28 @@ class ClassifierCache:
         self.fingerprint = Ranks.current().broadcast_from_first(lambda: precision + _fingerprint(model))
 
     def path(self, prompts: Prompts) -> Path:
-        said = json.dumps([self.fingerprint, prompts])
-        return self.directory / f"{hashlib.sha256(said.encode()).hexdigest()[:32]}.safetensors"
+        key = json.dumps([self.fingerprint, prompts])
+        return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
 
     def get(self, prompts: Prompts) -> Tensor | None:
         def read() -> Tensor | None:
-            try:
+            with suppress(OSError, KeyError, SafetensorError):
                 return load_file(self.path(prompts))["classifier"]
-            except (OSError, KeyError, SafetensorError):
-                return None
+            return None
 
         return Ranks.current().broadcast_from_first(read)
 
     def put(self, prompts: Prompts, classifier: Tensor) -> None:
         if not Ranks.current().first:
             return
-        path = self.path(prompts)
-        with contextlib.suppress(OSError, SafetensorError):  # a full or read-only disk costs time, nothing else
+        with suppress(OSError, SafetensorError):  # without the cache, a full or read-only disk only costs time
             self.directory.mkdir(parents=True, exist_ok=True)
-            with atomic_path(path) as temporary:
+            with atomic_path(self.path(prompts)) as temporary:
                 save_file({"classifier": classifier.cpu().contiguous()}, temporary)
 
 
 def _fingerprint(model: TwoTower) -> str:
-    """Of everything that decides a text's embedding; the device's own rounding counts too."""
+    """A hash of everything that determines a text's embedding, the type of device included."""
     digest = hashlib.sha256(json.dumps(model.config["text_cfg"], sort_keys=True, default=str).encode())
     for name, value in model.clip.state_dict().items():
         if not name.startswith(("visual.", "logit_")):
@@ -252,9 +228,10 @@ def _fingerprint(model: TwoTower) -> str:
     return digest.hexdigest()
 
 
-def summary(found: Classified) -> str:
-    """One line that says what was measured, and what guessing would give."""
+def summary(classified: Classified) -> str:
+    """One line with the accuracy, and that of guessing."""
     return (
-        f"zero-shot {found.name}: top-1 {found.top1:.1%} of {found.images:,} images in {len(found.classnames):,}"
-        f" classes (chance {found.chance:.1%}, always the largest class {found.largest_class:.1%})"
+        f"zero-shot {classified.name}: top-1 {classified.top1:.1%} of {classified.images:,} images in"
+        f" {len(classified.classnames):,} classes (chance {classified.chance:.1%}, always the largest class"
+        f" {classified.largest_class:.1%})"
     )
