@@ -1,10 +1,10 @@
-"""An evaluation from its configuration to its figures, without a command line."""
+"""An evaluation from its configuration to its results, without a command line."""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rich.console import Console
@@ -16,6 +16,7 @@ from leanclip.distributed import Ranks, detect_launch, device_for, process_group
 from leanclip.errors import UserError
 from leanclip.evaluation import (
     ClassifierCache,
+    EvaluationSettings,
     LabelledSet,
     Prompts,
     classify,
@@ -26,14 +27,13 @@ from leanclip.evaluation import (
 )
 from leanclip.evaluation.clip_benchmark import SuiteSet, run_suite, suite_sets
 from leanclip.evaluation.held_out import open_held_out
+from leanclip.evaluation.labelled_sets import set_name, unused_name
 from leanclip.evaluation.results import SetResult
 from leanclip.inference import find_model, load_model
 from leanclip.models import ModelConfig, TwoTower, create_model, is_model_name
-from leanclip.progress import progress_bar
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.settings import common
 
-MANY_SAMPLES = 2000  # decoded in a few seconds; more are worth several processes
 TIMEOUT = 1800.0  # seconds that one process waits for another
 
 
@@ -66,11 +66,11 @@ class EvaluationConfig:
     csv_separator: str | None = None
     """What separates the columns, such as ',' or '\\t'. Default: that of the run, else what splits the header."""
     precision: Literal["fp32", "amp_bf16", "amp"] = common("fp32")
-    """amp_bf16 and amp (fp16) are faster on a GPU and change figures by some tenths of a point."""
+    """amp_bf16 and amp (fp16) are faster on a GPU and change metrics by some tenths of a point."""
     batch_size: int = common(256)
     """Images or captions embedded at a time."""
     workers: int | None = None
-    """Processes that decode images. Default: up to 4 for large sets."""
+    """Processes that decode the images of sets with more than 2,000. Default: up to 4."""
     device: str | None = common(None)
     """cpu or cuda. Default: a GPU if there is one."""
 
@@ -128,79 +128,67 @@ def find_candidate(name: str) -> Candidate:
 
 def open_sets(config: EvaluationConfig, candidate: Candidate) -> EvaluationSets:
     """The sets that the configuration names, or those of the candidate's run."""
-    retrieval: dict[str, Subset] = {}
-    notes: list[str] = []
-    run = _run_of(candidate)
+    run = None if candidate.directory is None else RunDirectory.containing(candidate.directory)
     if run is None and not config.names_data:
-        message = f"{candidate.label} belongs to no run; give --val-data, --zero-shot or --imagenet-val"
+        message = f"{candidate.label} does not belong to a run; give --val-data, --zero-shot or --imagenet-val"
         raise UserError(message, code="evaluation.no_data")
-    training = TrainConfig() if run is None else run[0]
+    training = TrainConfig()
+    if run is not None:
+        training = override(training, load_toml(run.config), str(run.config))
     names = ("csv_img_key", "csv_caption_key", "csv_separator")
     columns = {name: value for name in names if (value := getattr(config, name)) is not None}
-    training = replace(training, data=replace(training.data, **columns))
-    templates = config.templates
+    data, settings = replace(training.data, **columns), training.run
+    retrieval: dict[str, Subset] = {}
+    note, templates = None, config.templates
     if run is None or config.names_data:
         for path in dict.fromkeys(config.val_data):
-            name = PurePosixPath(path.rstrip("/")).name.removesuffix(".tar")
-            retrieval[_unused(name, retrieval)] = open_held_out(path, training.data)
-        labelled = labelled_sets(config.zero_shot, imagenet_val=config.imagenet_val, imagenet_v2=config.imagenet_v2)
+            retrieval[unused_name(set_name(path), retrieval)] = open_held_out(path, data)
+        sets, bundled = config, False
     else:
-        held_out, note = open_validation(training.data, seed=training.run.seed, manifest=load_manifest(run[1]))
+        held_out, note = open_validation(data, seed=settings.seed, manifest=load_manifest(run.manifest))
         retrieval |= {} if held_out is None else {"val": held_out}
-        notes += [note] if note else []
-        settings, bundled = training.run, training.data.train_data is None and training.data.val_data is None
-        labelled = labelled_sets(
-            settings.zero_shot, imagenet_val=settings.imagenet_val, imagenet_v2=settings.imagenet_v2, bundled=bundled
-        )
+        sets, bundled = settings, data.train_data is None and data.val_data is None
         templates = templates or settings.templates
-        if not retrieval and not labelled:
-            message = "the run has no validation data; give --val-data, --zero-shot or --imagenet-val"
-            raise UserError(message, code="evaluation.no_data")
-    labelled = [replace(entry, name=_unused(entry.name, retrieval)) for entry in labelled]
-    notes += [entry.note for entry in labelled if entry.note and templates is None]
-    prompts = [(entry, prompts_for(entry, templates)) for entry in labelled]
-    return EvaluationSets(retrieval, prompts, suite_sets(config.suite_data) if config.suite else [], notes)
-
-
-def _run_of(candidate: Candidate) -> tuple[TrainConfig, Path] | None:
-    """The configuration of the run that a checkpoint belongs to, and the path of its manifest."""
-    for parent in candidate.directory.resolve().parents if candidate.directory is not None else ():
-        if (path := parent / "config.toml").is_file():
-            return override(TrainConfig(), load_toml(path), str(path)), RunDirectory(parent).manifest
-    return None
-
-
-def _unused(name: str, names: dict[str, Subset]) -> str:
-    numbered = (f"{name}-{number}" for number in range(2, len(names) + 3))
-    return name if name not in names else next(other for other in numbered if other not in names)
+    labelled = labelled_sets(
+        sets.zero_shot,
+        imagenet_val=sets.imagenet_val,
+        imagenet_v2=sets.imagenet_v2,
+        bundled=bundled,
+        used_names=retrieval,
+    )
+    if not retrieval and not labelled and not config.suite:
+        message = "the run has no validation data; give --val-data, --zero-shot or --imagenet-val"
+        raise UserError(message, code="evaluation.no_data")
+    notes = [note, *(entry.note for entry in labelled if templates is None)]
+    return EvaluationSets(
+        retrieval,
+        [(entry, prompts_for(entry, templates)) for entry in labelled],
+        suite_sets(config.suite_data) if config.suite else [],
+        [note for note in notes if note],
+    )
 
 
 def evaluate_candidate(
     config: EvaluationConfig, candidate: Candidate, sets: EvaluationSets, console: Console
 ) -> list[SetResult]:
     """One model on all sets."""
-    results: list[SetResult] = []
     device = device_of(config.device)
-    shown = Ranks.current().first and not console.quiet
+    settings = EvaluationSettings(
+        device=device,
+        autocast=autocast_of(config.precision, device),
+        batch=config.batch_size,
+        workers=min(4, os.cpu_count() or 1) if config.workers is None else config.workers,
+        progress=Ranks.current().first and not console.quiet,
+    )
+    results: list[SetResult] = []
     model = candidate.load()  # for the suite alone, too: it must not get a model that is refused here
     if sets.retrieval or sets.zero_shot:
         model = model.to(device).eval()
-        results += [_retrieve(config, model, name, subset, shown) for name, subset in sets.retrieval.items()]
+        results += [_retrieve(model, name, subset, settings) for name, subset in sets.retrieval.items()]
         cache = ClassifierCache(model, precision=config.precision) if sets.zero_shot else None
         for labelled, prompts in sets.zero_shot:
-            classified = classify(
-                model,
-                labelled,
-                prompts,
-                device=device,
-                autocast=autocast_of(config.precision, device),
-                batch=config.batch_size,
-                workers=_workers(config, len(labelled)),
-                cache=cache,
-                shown=shown,
-            )
-            notes = _broken_note(classified.name, classified.broken)
-            metrics = classified.metrics()
+            classified = classify(model, labelled, prompts, settings, cache=cache)
+            notes, metrics = _broken_note(classified.name, classified.broken), classified.metrics()
             results.append(
                 SetResult(name=classified.name, kind="zero-shot", metrics=metrics, classified=classified, notes=notes)
             )
@@ -215,40 +203,22 @@ def evaluate_candidate(
             batch=config.batch_size,
             workers=2 if config.workers is None else config.workers,
             quiet=not console.is_terminal,
-            tell=console.print,
+            report=console.print,
         )
     return results
 
 
-def _retrieve(config: EvaluationConfig, model: TwoTower, name: str, subset: Subset, shown: bool) -> SetResult:
-    device = device_of(config.device)
-    with progress_bar(name, len(subset), shown=shown) as advance:
-        embedded = embed(
-            model,
-            subset,
-            device=device,
-            autocast=autocast_of(config.precision, device),
-            batch=config.batch_size,
-            workers=_workers(config, len(subset)),
-            advance=advance,
-        )
-    with progress_bar(f"{name}: ranks", len(embedded.texts), shown=shown) as advance:
-        metrics = retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text, advance=advance)
+def _retrieve(model: TwoTower, name: str, subset: Subset, settings: EvaluationSettings) -> SetResult:
+    embedded = embed(model, subset, settings, name=name)
     shared = embedded.shared_captions(name)
     return SetResult(
         name=name,
         kind="retrieval",
-        metrics=metrics,
+        metrics=retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text),
         details={"broken": embedded.broken},
         notes=(*_broken_note(name, embedded.broken), *([shared] if shared else ())),
     )
 
 
-def _workers(config: EvaluationConfig, samples: int) -> int:
-    if config.workers is not None:
-        return config.workers
-    return min(4, os.cpu_count() or 1) if samples > MANY_SAMPLES else 0
-
-
 def _broken_note(name: str, broken: int) -> tuple[str, ...]:
-    return (f"{name}: {broken} held-out samples are broken and were left out",) if broken else ()
+    return (f"{name}: {broken} held-out samples are broken and were skipped",) if broken else ()

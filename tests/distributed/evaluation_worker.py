@@ -1,6 +1,5 @@
-"""What one rank of the evaluation tests does: embed, retrieve and classify, with sizes that divide by nothing."""
+"""One rank of the evaluation tests: embed, retrieve and classify, with sizes that divide by nothing."""
 
-import contextlib
 import json
 from pathlib import Path
 
@@ -8,7 +7,15 @@ import torch
 
 from leanclip.data import DataConfig, Subset, open_source
 from leanclip.distributed import wrap_fsdp
-from leanclip.evaluation import ClassifierCache, classify, embed, open_labelled, prompts_for, retrieval_metrics
+from leanclip.evaluation import (
+    ClassifierCache,
+    EvaluationSettings,
+    classify,
+    embed,
+    open_labelled,
+    prompts_for,
+    retrieval_metrics,
+)
 from leanclip.models import ModelConfig, create_model
 
 SMALL = {
@@ -19,7 +26,7 @@ SMALL = {
 
 
 def evaluated(ranks, folder, count, wrap, dtype):
-    """The figures of an untrained model on the first `count` samples of the captions, and on all classes."""
+    """The metrics of an untrained model on the first `count` samples of the captions, and on all classes."""
     folder = Path(folder)
     config = folder / f"model-{ranks.rank}-{ranks.size}.json"
     config.write_text(json.dumps(SMALL))
@@ -30,18 +37,16 @@ def evaluated(ranks, folder, count, wrap, dtype):
         wrap_fsdp(model, ranks, device, methods=("encode_image", "encode_text"))
     source = open_source(str(folder / "captions.tar"), DataConfig())
     data = Subset(source, torch.arange(len(source)).numpy()[:count])
-    embedded = embed(model, data, device=device, autocast=contextlib.nullcontext(), batch=4)
+    embedded = embed(model, data, EvaluationSettings(device=device, batch=4))
     metrics = dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text, tile=5))
     labelled = open_labelled(str(folder / "classes"))
     cache = None if wrap == "fsdp" else ClassifierCache(model, directory=folder / f"cache-{ranks.size}")
-    found = classify(
-        model, labelled, prompts_for(labelled), device=device, autocast=contextlib.nullcontext(), batch=4, cache=cache
+    classified, again = (
+        classify(model, labelled, prompts_for(labelled), EvaluationSettings(device=device, batch=batch), cache=cache)
+        for batch in (4, 3)
     )
-    again = classify(
-        model, labelled, prompts_for(labelled), device=device, autocast=contextlib.nullcontext(), batch=3, cache=cache
-    )
-    assert again.confusion.tolist() == found.confusion.tolist()
-    return {"retrieval": metrics | {"broken": embedded.broken}, "zero_shot": found.to_json()}
+    assert again.confusion.tolist() == classified.confusion.tolist()
+    return {"retrieval": metrics | {"broken": embedded.broken}, "zero_shot": classified.to_json()}
 
 
 def evaluated_all(ranks, folder, cases):

@@ -1,8 +1,8 @@
-"""Small evaluation sets made of the bundled emoji, in the forms that people have them in."""
+"""Small evaluation sets of the bundled emoji, in common layouts."""
 
-import io
 import json
 import tarfile
+from typing import IO, cast
 
 from shard_files import write_shard
 
@@ -16,15 +16,9 @@ def emoji(count):
     rows = [json.loads(line) for line in (BUNDLED / "meta.jsonl").read_text().splitlines()]
     group_of = {row["key"]: row["group"] for row in rows if row["split"] == "val"}
     with tarfile.open(BUNDLED / "val-000000.tar") as archive:
-        files = {member.name: io.BytesIO() for member in archive.getmembers()}
-        for member in archive.getmembers():
-            content = archive.extractfile(member)
-            assert content is not None
-            files[member.name].write(content.read())
+        files = {name: cast(IO[bytes], archive.extractfile(name)).read() for name in archive.getnames()}
     keys = sorted({name.partition(".")[0] for name in files})[:count]
-    return [
-        (key, files[f"{key}.jpg"].getvalue(), files[f"{key}.txt"].getvalue().decode(), group_of[key]) for key in keys
-    ]
+    return [(key, files[f"{key}.jpg"], files[f"{key}.txt"].decode(), group_of[key]) for key in keys]
 
 
 def write_classes(folder, samples):

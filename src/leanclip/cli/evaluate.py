@@ -1,8 +1,8 @@
-"""leanclip evaluate: how good a trained model is, on several sets at once."""
+"""leanclip evaluate: the metrics of a trained model on several sets."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,11 +20,12 @@ from leanclip.evaluation_run import (
     joined_processes,
     open_sets,
 )
+from leanclip.filesystem import write_atomically
 from leanclip.settings import common
 
-DESCRIPTION = """Figures of a trained model: retrieval on images with captions, accuracy on images with classes.
+DESCRIPTION = """Evaluate a trained model: retrieval on images with captions, accuracy on images with classes.
 
-Without any data, on what the run itself was evaluated on. All sets of a call share one table:
+Without any data, a run is evaluated on its own held-out data. The results of all sets are in one table.
 
   leanclip evaluate logs/demo
   leanclip evaluate logs/mine --val-data flickr8k-test.tar --zero-shot cifar10/ --imagenet-val imagenet/val
@@ -33,7 +34,7 @@ Without any data, on what the run itself was evaluated on. All sets of a call sh
   leanclip evaluate logs/mine --suite clip_benchmark --suite-data benchmark/wds_cifar10
   torchrun --nproc-per-node 4 -m leanclip evaluate logs/mine --imagenet-val imagenet/val     (4 GPUs)
 """
-WIDTH = 120  # of a table that goes to a file
+WIDTH = 120  # of a table that is not printed on a terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +42,13 @@ class EvaluateCommand:
     checkpoint: str
     """A run (its last checkpoint), a checkpoint directory, or an open_clip MODEL:TAG or MODEL:FILE."""
     baseline: str | None = common(None)
-    """Compare with this model, given as CHECKPOINT is: the table shows differences in percentage points."""
+    """A model to compare with, given like CHECKPOINT: the table shows differences in percentage points."""
     per_class: bool = common(False)
-    """Also show the figures of each class."""
+    """Also show the metrics of each class."""
     json: str | None = common(None)
-    """Also write all figures and confusion counts to this file."""
+    """Also write all metrics and confusion counts to this file."""
     csv: str | None = common(None)
-    """Also write the figures to this file, one per line."""
+    """Also write the metrics to this file, one per line."""
     settings: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
@@ -57,7 +58,7 @@ def run(arguments: list[str]) -> None:
     baseline = None if command.baseline is None else find_candidate(command.baseline)
     for path in (command.json, command.csv):
         if path is not None and not Path(path).absolute().parent.is_dir():
-            message = f"cannot write {path}: there is no folder {Path(path).parent}"
+            message = f"cannot write {path}: no such directory: {Path(path).parent}"
             raise UserError(message, code="evaluation.not_writable")
     with joined_processes(command.settings) as config:
         console = Console(soft_wrap=True, highlight=False, markup=False, quiet=not Ranks.current().first)
@@ -65,55 +66,56 @@ def run(arguments: list[str]) -> None:
             console.width = WIDTH
         sets = open_sets(config, candidate)
         results = evaluate_candidate(config, candidate, sets, console)
-        baselines = [] if baseline is None else evaluate_candidate(config, baseline, sets, console)
-        label = None if baseline is None else baseline.label
+        if baseline is not None:
+            metrics = {result.name: result.metrics for result in evaluate_candidate(config, baseline, sets, console)}
+            results = [replace(result, baseline=metrics.get(result.name)) for result in results]
         if not Ranks.current().first:
             return
-        show(console, candidate.label, results, label, baselines, command)
-        for note in sets.notes:
+        label = None if baseline is None else baseline.label
+        show(console, candidate.label if label is None else f"{candidate.label} (difference from {label})", results)
+        if command.per_class:
+            show_classes(console, results)
+        for note in [note for result in results for note in _notes(result)] + sets.notes:
             console.print(note)
         if command.json is not None:
-            Path(command.json).write_text(json.dumps(as_json(candidate.label, results, label, baselines), indent=1))
+            write_atomically(Path(command.json), json.dumps(as_json(candidate.label, results, label), indent=1))
         if command.csv is not None:
-            Path(command.csv).write_text(as_csv(results, baselines))
+            write_atomically(Path(command.csv), as_csv(results))
 
 
-def show(
-    console: Console,
-    model: str,
-    results: Sequence[SetResult],
-    baseline: str | None,
-    baselines: Sequence[SetResult],
-    command: EvaluateCommand,
-) -> None:
-    title = model if baseline is None else f"{model}, in brackets how far above {baseline}"
-    retrieval, zero_shot = retrieval_rows(results, baselines), zero_shot_rows(results, baselines)
+def show(console: Console, title: str, results: Sequence[SetResult]) -> None:
+    retrieval, zero_shot = retrieval_rows(results), zero_shot_rows(results)
     if retrieval:
         headings = ("retrieval", "direction", "recall@1", "recall@5", "recall@10", "median rank")
         console.print(_table(title, headings, retrieval, left=2))
     if zero_shot:
         headings = ("zero-shot", "images", "top-1", "top-5", "mean per class", "chance")
         console.print(_table(None if retrieval else title, headings, zero_shot, left=1))
-    for found in results:
-        if found.classified is not None and command.per_class:
+
+
+def show_classes(console: Console, results: Sequence[SetResult]) -> None:
+    for result in results:
+        if result.classified is not None:
             rows = [
                 [row["class"], f"{row['images']:,}", "–" if row["recall"] is None else f"{row['recall']:.1%}",
                  "" if row["mistaken_for"] is None else f"{row['mistaken_for']} ({row['times']})"]
-                for row in found.classified.per_class()
+                for row in result.classified.per_class()
             ]  # fmt: skip
-            headings = (f"class of {found.name}", "images", "recall", "most often mistaken for")
+            headings = (f"class of {result.name}", "images", "recall", "most often mistaken for")
             console.print(_table(None, headings, rows, left=1))
-    for found in results:
-        if found.kind == "retrieval" and found.by == "leanclip":
-            console.print(
-                f"{found.name}: held-out text-to-image recall@10 {found.metrics['text_to_image_recall@10']:.1%} of"
-                f" {found.metrics['captions']:,} captions among {found.metrics['images']:,} images"
-                f" (chance {found.metrics['chance@10']:.1%})"
-            )
-        if found.classified is not None:
-            console.print(summary(found.classified))
-        for note in found.notes:
-            console.print(note)
+
+
+def _notes(result: SetResult) -> tuple[str, ...]:
+    if result.classified is not None:
+        return summary(result.classified), *result.notes
+    if result.by != "leanclip":
+        return result.notes
+    recall = (
+        f"{result.name}: held-out text-to-image recall@10 {result.metrics['text_to_image_recall@10']:.1%} of"
+        f" {result.metrics['captions']:,} captions among {result.metrics['images']:,} images"
+        f" (chance {result.metrics['chance@10']:.1%})"
+    )
+    return recall, *result.notes
 
 
 def _table(title: str | None, headings: Sequence[str], rows: list[list[str]], *, left: int) -> Table:

@@ -1,8 +1,8 @@
 """CLIP_benchmark's own command line, started as `python -m leanclip.evaluation.clip_benchmark_main eval ...`.
 
 The only module that imports clip_benchmark. One function of its version 1.6.2 is replaced: its `accuracy` converts an
-array of one element to a float in a way that NumPy 2.4 and later refuse. And webdataset's decoders that could run code
-are removed, in this process and, because this is done at import, in its worker processes.
+array of one element to a float, which NumPy 2.4 and later refuse. webdataset's decoders that could run code are
+removed, in this process and, because this is done at import, in its worker processes.
 """
 
 from collections.abc import Sequence

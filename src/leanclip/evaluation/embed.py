@@ -39,7 +39,7 @@ class Embedded(NamedTuple):
     broken: int  # samples that could not be used
 
     def shared_captions(self, name: str) -> str | None:
-        """A warning if captions belong to several images: only one image counts as right, and the others tie with it."""
+        """A warning if captions belong to several images: one counts as right, and the others tie with it."""
         images_of: dict[str, set[int]] = {}
         for caption, image in zip(self.captions, self.image_of_text.tolist(), strict=True):
             images_of.setdefault(caption, set()).add(image)

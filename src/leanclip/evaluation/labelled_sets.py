@@ -256,8 +256,8 @@ def _open_folder(path: Path, name: str) -> LabelledSet:
     folders = _class_folders(path)
     if len(folders) < 2:
         raise UserError(
-            f"{path} has {len(folders)} folders and no *.tar: give a directory with one folder of images per class, or"
-            f" tar shards with .cls files and a {CLASSNAMES_FILE}",
+            f"{path} has {len(folders)} folders and no *.tar: give a directory with one folder of images per class,"
+            f" or tar shards with .cls files and a {CLASSNAMES_FILE}",
             code="zero_shot.bad_layout",
         )
     names = [folder.name.replace("_", " ") for folder in folders]

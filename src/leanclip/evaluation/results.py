@@ -64,7 +64,9 @@ def zero_shot_rows(results: Sequence[SetResult]) -> list[list[str]]:
         if result.kind == "zero-shot":
             images = result.metrics.get("images")
             accuracies = [result.cell(name) for name in ("top1", "top5", "mean_per_class_recall")]
-            rows.append([result.name, "–" if images is None else f"{images:,.0f}", *accuracies, result.cell("chance@1")])
+            rows.append(
+                [result.name, "–" if images is None else f"{images:,.0f}", *accuracies, result.cell("chance@1")]
+            )
     return rows
 
 

@@ -23,8 +23,8 @@ def retrieval_metrics(
     """Recall at 1, 5, 10 and median rank in both directions; text j belongs to image `image_of_text[j]`.
 
     An image counts as found by any one of its captions. A tie counts as wrong: a wrong candidate with the same score
-    ranks before the right one, so that a collapsed model has recall 0. Ranks call it together with the same embeddings,
-    share the work and get the same metrics.
+    ranks before the right one, so that a collapsed model has recall 0. Ranks call it together with the same
+    embeddings, share the work and get the same metrics.
     """
     metrics: dict[str, float] = {}
     for direction, positions in zip(DIRECTIONS, ranks_of_right(images, texts, image_of_text, tile=tile), strict=True):
@@ -39,8 +39,8 @@ def ranks_of_right(
 ) -> tuple[Tensor, Tensor]:
     """The number of wrong texts before an image's best right one, and of wrong images before a text's right one.
 
-    The scores are computed tile by tile, once for the right pairs (only tiles that contain some) and once to count for
-    both directions, and never exist as a whole. Each rank takes its share of the texts against all images.
+    The scores are computed tile by tile, once for the right pairs (only tiles that contain some) and once to count
+    for both directions, and never exist as a whole. Each rank takes its share of the texts against all images.
     """
     ranks = Ranks.current()
     tile = tile or (TILE if texts.device.type == "cpu" else TILE_ON_GPU)
@@ -65,8 +65,8 @@ def ranks_of_right(
                 (before_text[rows], right[rows, None], 1),
                 (before_image[columns], best[None, columns], 0),
             ):
-                # Counted as floats, which is several times faster than bool on a CPU and exact up to 2^24. Scores that
-                # are not less rank before, NaN included.
+                # Counted as floats, which is several times faster than bool on a CPU and exact up to 2^24. Scores
+                # that are not less rank before, NaN included.
                 less = torch.lt(scores, bound, out=torch.empty_like(scores)).sum(dim)
                 counts += scores.shape[dim] - less.long()
             row, column = _right_pairs(owner[rows], columns)

@@ -6,13 +6,19 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from leanclip.data import Subset
-from leanclip.evaluation import classify, embed, hardest_negatives, retrieval_metrics, retrieval_panel, summary
+from leanclip.evaluation import (
+    EvaluationSettings,
+    classify,
+    embed,
+    hardest_negatives,
+    retrieval_metrics,
+    retrieval_panel,
+    summary,
+)
 from leanclip.filesystem import write_atomically
 from leanclip.runs.metrics import MetricsLog, finite
 from leanclip.runs.run_directory import RunDirectory
 from leanclip.training.setup import Job
-
-MANY_SAMPLES = 2000  # decoded in a few seconds
 
 
 class HeldOutData:
@@ -27,6 +33,9 @@ class HeldOutData:
     ) -> None:
         self.job, self.directory, self.log, self.tell = job, directory, log, tell
         self.told_of_captions = False
+        self.settings = EvaluationSettings(
+            device=job.device, autocast=job.context.autocast, workers=job.config.data.workers
+        )
 
     def __call__(self, step: int, epoch: float) -> dict[str, float]:
         """The figures by name; none without anything to measure on. With an average, its weights are measured."""
@@ -41,9 +50,7 @@ class HeldOutData:
     def retrieval(self, data: Subset, step: int, epoch: float) -> dict[str, float]:
         """Recall on the held-out data, and pictures of it."""
         job = self.job
-        embedded = embed(
-            job.model, data, device=job.device, autocast=job.context.autocast, workers=self.workers_for(len(data))
-        )
+        embedded = embed(job.model, data, self.settings)
         if not self.told_of_captions and (shared := embedded.shared_captions("the held-out data")):
             self.tell(f"warning: {shared}")
         self.told_of_captions = True
@@ -68,10 +75,7 @@ class HeldOutData:
         """Accuracy on the labelled sets, and what was taken for what."""
         job, metrics, sets = self.job, dict[str, float](), {}
         for labelled, prompts in job.zero_shot:
-            found = classify(
-                job.model, labelled, prompts, device=job.device, autocast=job.context.autocast,
-                workers=self.workers_for(len(labelled)),
-            )  # fmt: skip
+            found = classify(job.model, labelled, prompts, self.settings)
             metrics |= {f"{found.name}/{name}": value for name, value in found.metrics().items()}
             sets[found.name] = found.to_json()
             self.write_down(found.name, found.metrics(), step, epoch)
@@ -89,10 +93,6 @@ class HeldOutData:
     def averaged(self) -> str:
         """What a line about an evaluation must say of the weights."""
         return "" if self.job.ema is None else ", averaged weights"
-
-    def workers_for(self, samples: int) -> int:
-        """Starting processes is worth it for large sets only."""
-        return self.job.config.data.workers if samples > MANY_SAMPLES else 0
 
 
 def write_if_possible(path: Path, text: str, tell: Callable[[str], None]) -> None:
