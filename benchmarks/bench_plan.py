@@ -8,8 +8,8 @@ Measured: `training_step` as the trainer runs it, on random pixels and captions 
 `max_memory_allocated` after the first step, which compiles; time the mean of the steps of about a second. Predicted:
 `leanclip.planning.step_prediction` on fake tensors, with the GPU as
 `leanclip.planning.gpu_measurement` measured it in the same run by
-timing bare operations (no model is calibrated on). Rows go to benchmarks/results/plan.csv as they come, the card to
-plan_card.json beside it, the table to docs/planning.md.
+timing bare operations (no model is calibrated on). Rows go to benchmarks/results/plan.csv as they come, the gpu to
+plan_gpu.json beside it, the table to docs/planning.md.
 """
 
 import argparse
@@ -32,7 +32,8 @@ from leanclip.distributed import Ranks
 from leanclip.losses import loss_from_config
 from leanclip.models import ModelConfig, TwoTower
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
-from leanclip.planning.gpu_model import Card, calibrated, card_named, read_card, write_card
+from leanclip.planning.gpu_measurement import calibrated
+from leanclip.planning.gpu_model import GpuModel, gpu_named, read_gpu, write_gpu
 from leanclip.planning.step_prediction import caption_lengths, predict_step
 from leanclip.runs.config import ParallelConfig, RunConfig, TrainConfig
 from leanclip.training.cuda_graph import CudaGraphs
@@ -42,7 +43,7 @@ from leanclip.training.step_context import StepContext
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "plan.csv"
-CARD = "plan_card.json"
+GPU_FILE = "plan_gpu.json"
 DOCS = HERE.parent / "docs" / "planning.md"
 BEGIN, END = "<!-- accuracy: written by benchmarks/bench_plan.py -->", "<!-- end of accuracy -->"
 SAMPLES = 1_000_000
@@ -124,17 +125,17 @@ FIELDS: tuple[str, ...] = (
 )  # fmt: skip
 
 
-def predict(case: Case, card: Card) -> tuple[float, float]:
+def predict(case: Case, gpu: GpuModel) -> tuple[float, float]:
     """GiB and seconds of a step."""
     found = predict_step(
         case.config(),
         samples=SAMPLES,
         parts=case.parts,
-        capability=card.capability,
-        processors=card.processors,
+        capability=gpu.capability,
+        processors=gpu.processors,
         caption_length=CAPTION,
     )
-    return found.peak / 2**30, card.step(found)
+    return found.peak / 2**30, gpu.step(found)
 
 
 def synthetic(model: TwoTower, batch: int, device: torch.device) -> Batch:
@@ -219,8 +220,8 @@ def measure_all(cases: Iterable[Case], output: Path) -> None:
             )
 
 
-def with_prediction(row: dict[str, Any], card: Card) -> dict[str, Any]:
-    gib, seconds = predict(Case.of(row), card)
+def with_prediction(row: dict[str, Any], gpu: GpuModel) -> dict[str, Any]:
+    gib, seconds = predict(Case.of(row), gpu)
     return row | {
         "predicted_gib": round(gib, 3), "memory_error": f"{gib / float(row['measured_gib']) - 1:+.3f}",
         "predicted_seconds": round(seconds, 5),
@@ -253,11 +254,11 @@ def write_docs(rows: list[dict[str, Any]], path: Path = DOCS) -> None:
 
 
 def predict_all(output: Path) -> None:
-    card = read_card(output.parent / CARD)
+    gpu = read_gpu(output.parent / GPU_FILE)
     with output.open(newline="") as file:
         rows: list[dict[str, Any]] = list(csv.DictReader(file))
     for at, row in enumerate(rows):
-        rows[at] = with_prediction(row, card)
+        rows[at] = with_prediction(row, gpu)
         print(*(rows[at][name] for name in FIELDS[3:]), flush=True)
     with output.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS)
@@ -274,16 +275,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.quick:
-        card = card_named("H200")
-        print(f"{card.name}: {card.matrix / 1e12:.0f} TFLOP/s ({card.source})")
+        gpu = gpu_named("H200")
+        print(f"{gpu.name}: {gpu.matrix_rate / 1e12:.0f} TFLOP/s ({gpu.source})")
         for case in QUICK:
-            gib, seconds = predict(case, card)
+            gib, seconds = predict(case, gpu)
             print(case.row() | {"predicted_gib": gib, "predicted_seconds": seconds})
         return
     if not arguments.predict:
-        card = calibrated(torch.device("cuda"), again=True)
-        write_card(card, arguments.output.parent / CARD)
-        print(f"{card.name}: {card.matrix / 1e12:.0f} TFLOP/s, {card.bandwidth / 1e12:.2f} TB/s", flush=True)
+        gpu = calibrated(torch.device("cuda"), again=True)
+        write_gpu(gpu, arguments.output.parent / GPU_FILE)
+        print(f"{gpu.name}: {gpu.matrix_rate / 1e12:.0f} TFLOP/s, {gpu.bandwidth / 1e12:.2f} TB/s", flush=True)
         measure_all(CASES, arguments.output)
     predict_all(arguments.output)
 

@@ -1,26 +1,28 @@
-"""leanclip plan: what it says, to whom and when."""
+"""leanclip plan: its output, messages and refusals."""
 
 import pytest
 
 from leanclip.cli import main
-from leanclip.cli.plan import count, does_not_fit, duration
+from leanclip.cli.plan import does_not_fit, duration, parse_count
 from leanclip.data import DataConfig
-from leanclip.planning import card_named
+from leanclip.planning.gpu_model import gpu_named
+from leanclip.planning.planner import Planner
 from leanclip.runs.config import ParallelConfig, TrainConfig
+from refusal import refusal_code
 
 
 @pytest.mark.parametrize(
     ("text", "number"), [("400M", 400_000_000), ("2.7m", 2_700_000), ("3K", 3000), ("1,830", 1830), ("12", 12)]
 )
 def test_numbers_of_samples(text, number):
-    assert count(text) == number
+    assert parse_count(text) == number
 
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(360_000, "100.0 hours"), (3600, "1.0 hours"), (90, "1.5 minutes"), (2.5, "2.5 seconds"), (0.04, "0.0 seconds")],
 )
-def test_short_runs_are_not_rounded_to_nothing(seconds, said):
+def test_durations_of_short_runs(seconds, said):
     assert duration(seconds) == said
     assert duration(seconds, of="GPU ") == said.replace(" ", " GPU ")
 
@@ -32,12 +34,12 @@ def plan(capsys, *flags):
     return stop.value.code or 0, shown.out, shown.err
 
 
-def test_the_command_says_what_to_run(capsys, small_model):
+def test_the_printed_command(capsys, small_model):
     flags = ("--model", small_model, "--gpus", "16", "--gpu", "A10", "--samples", "40K")
     flags += ("--compile", "off", "--compare", "--network", "25gbe", "--lr", "3e-4", "--ema", "0.99")
     code, out, _ = plan(capsys, *flags, "--global-batch-size", "16384")
     assert code == 0
-    for word in ("weights", "state tables", "communication", "usable (92%", "samples/s", " GPU ", "not hidden"):
+    for word in ("weights", "state tables", "receives", "usable (92%", "samples/s", " GPU ", "not hidden"):
         assert word in out
     assert "nominal figures" in out and "DisCo-CLIP" in out and "largest batch:" in out
     command = next(line for line in out.splitlines() if line.startswith("run:"))
@@ -47,7 +49,7 @@ def test_the_command_says_what_to_run(capsys, small_model):
     assert not any(flag in command for flag in ("--gpus", "--gpu ", "--samples", "--network", "--compare", "25gbe"))
 
 
-def test_a_command_starts_as_many_processes_as_were_planned(capsys, small_model):
+def test_the_command_starts_as_many_processes_as_planned(capsys, small_model):
     flags = ("--model", small_model, "--gpus", "12", "--gpu", "A10", "--samples", "40K", "--compile", "off")
     _, out, _ = plan(capsys, *flags, "--global-batch-size", "1200", "--grad-checkpointing", "1")
     assert "--nnodes 2 " in out and "--nproc-per-node 6 " in out
@@ -55,8 +57,8 @@ def test_a_command_starts_as_many_processes_as_were_planned(capsys, small_model)
 
 
 @pytest.mark.parametrize("named", ["config", "flag", None])
-def test_the_data_are_asked_for_where_nothing_names_them(named, capsys, small_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("leanclip.cli.plan.largest_batch", lambda *_, **__: 64)
+def test_the_command_has_a_placeholder_for_missing_data(named, capsys, small_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("leanclip.cli.plan.Planner.largest_batch", lambda *_: 64)
     config = tmp_path / "config.toml"
     config.write_text(f'model = "{small_model}"\n' + 'train_data = "synthetic:256"\n' * (named == "config"))
     flags = ["--config", str(config), "--gpu", "A10", "--global-batch-size", "64", "--compile", "off"]
@@ -66,10 +68,10 @@ def test_the_data_are_asked_for_where_nothing_names_them(named, capsys, small_mo
     assert " 0.0 hours" not in out
 
 
-def test_a_plan_is_there_before_the_largest_batch_is_looked_for(capsys, small_model, monkeypatch):
+def test_the_plan_is_printed_before_the_largest_batch_is_searched(capsys, small_model, monkeypatch):
     shown = []
     monkeypatch.setattr(
-        "leanclip.cli.plan.largest_batch", lambda *_, **__: shown.append(capsys.readouterr().out) or 7
+        "leanclip.cli.plan.Planner.largest_batch", lambda *_: shown.append(capsys.readouterr().out) or 7
     )
     _, out, _ = plan(capsys, "--model", small_model, "--gpu", "A10", "--global-batch-size", "64", "--compile", "off")
     assert "samples/s" in shown[0] and "run: " in shown[0]
@@ -77,11 +79,11 @@ def test_a_plan_is_there_before_the_largest_batch_is_looked_for(capsys, small_mo
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_whoever_waits_at_a_terminal_sees_what_for(terminal, capsys, small_model, monkeypatch):
+def test_a_terminal_shows_what_is_traced(terminal, capsys, small_model, monkeypatch):
     def traced(*_, **__):
         raise NotImplementedError("enough seen")
 
-    monkeypatch.setattr("leanclip.planning.micro_batch_search.predict_step", traced)
+    monkeypatch.setattr("leanclip.planning.planner.predict_step", traced)
     monkeypatch.setenv("COLUMNS", "500")
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")  # which is a terminal to rich
@@ -91,33 +93,32 @@ def test_whoever_waits_at_a_terminal_sees_what_for(terminal, capsys, small_model
     assert (f"tracing a step of {small_model}, micro-batch 300 of 600, 1 blocks recomputed" in err) == terminal
 
 
-def test_what_does_not_fit_is_said_in_a_line(capsys, small_model):
+def test_a_batch_that_does_not_fit_is_refused_in_one_line(capsys, small_model):
     code, out, err = plan(
         capsys, "--model", small_model, "--gpu-memory", "0.1", "--global-batch-size", "64", "--compile", "off"
     )
-    assert code == 2 and out == "" and "does not fit into 0.1 GiB" in err and err.count("\n") == 1
-    assert err.endswith("; take a larger GPU or a smaller model\n")
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert refusal_code(err) == "plan.does_not_fit" and "0.1 GiB" in err
 
 
 @pytest.mark.parametrize(("gpus", "fsdp", "advised"), [(1, False, False), (2, False, True), (2, True, False)])
-def test_what_can_be_split_over_gpus_is_advised_where_there_are_several(gpus, fsdp, advised):
+def test_fsdp_is_advised_on_several_gpus(gpus, fsdp, advised):
     config = TrainConfig(parallel=ParallelConfig(fsdp=fsdp), data=DataConfig(global_batch_size=64))
-    said = does_not_fit(config, card_named("A10"), 1 << 30, most=0, gpus=gpus)
-    assert ("take --fsdp, a larger GPU or a smaller model" in said) == advised
-    assert ("--fsdp" in said) == advised
+    planner = Planner(samples=1000, ranks=gpus, gpu=gpu_named("A10"), room=1 << 30)
+    assert ("--fsdp" in str(does_not_fit(config, planner, largest=0))) == advised
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "refused"),
     [
-        (["--samples", "many"], "expected a number such as 400M"),
-        (["--gpus", "0"], "--gpus is 0; give at least 1"),
-        (["--network", "string"], "choose from nvlink"),
-        (["--gpu", "Voodoo2"], "choose from H200"),
-        (["--loss", "hinge"], "unknown loss 'hinge'"),
-        (["--model", "ViT-B-33"], "unknown model 'ViT-B-33'"),
+        (["--samples", "many"], "plan.bad_samples"),
+        (["--gpus", "0"], "config.bad_value"),
+        (["--network", "string"], "config.bad_value"),
+        (["--gpu", "Voodoo2"], "plan.unknown_gpu"),
+        (["--loss", "hinge"], "loss.unknown"),
+        (["--model", "ViT-B-33"], "model.unknown"),
     ],
 )
-def test_mistakes_end_in_one_line(flags, message, capsys):
+def test_a_bad_flag_is_refused_in_one_line(flags, refused, capsys):
     code, out, err = plan(capsys, *flags)
-    assert code == 2 and out == "" and message in err and err.count("\n") == 1
+    assert code == 2 and out == "" and refusal_code(err) == refused and err.count("\n") == 1

@@ -1,34 +1,32 @@
 """The planner: what a trace counts, what fits, and what the papers say fits."""
 
 import csv
-import json
 import math
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from leanclip.cli.plan import BYTES_PER_PAIR
 from leanclip.data import DataConfig
-from leanclip.distributed import compare_traffic
-from leanclip.errors import UserError
-from leanclip.losses import LOSSES, create_loss
+from leanclip.distributed import TrafficCounter, compare_traffic
+from leanclip.losses import LOSSES, ContrastiveLoss, LossOutput, create_loss
 from leanclip.models import ModelConfig, create_model
-from leanclip.ops.triton import configs, launch
-from leanclip.planning import CARDS, NETWORKS, card_named
-from leanclip.planning import loss_kernels as engine
+from leanclip.ops.triton import configs
+from leanclip.planning import loss_kernels
 from leanclip.planning import step_prediction as predict
-from leanclip.planning.baseline_losses import RivalLoss, loss_memory
 from leanclip.planning.compiled_cost import traced_compile
-from leanclip.planning.gpu_model import REFERENCE, read_card, write_card
-from leanclip.planning.micro_batch_search import USED, Search, largest_batch, options
-from leanclip.planning.step_prediction import predict_step
+from leanclip.planning.gpu_model import GPUS, REFERENCE, gpu_named, read_gpu, write_gpu
+from leanclip.planning.network import NETWORKS
+from leanclip.planning.planner import USABLE, Planner
+from leanclip.planning.step_prediction import Predicted, loss_memory, predict_step
 from leanclip.planning.step_trace import Kernel, faked, tracing
 from leanclip.runs.config import ParallelConfig, Precision, RunConfig, TrainConfig
+from refusal import refuses
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 2**30
@@ -63,7 +61,6 @@ def test_a_trace_counts_what_lives_and_what_is_computed():
     products = Counter({k.shape: n for k, n in trace.kernels.items() if k.kind == "matrix"})
     assert products == {(1, 256, 1024, 512): 1, (1, 256, 512, 1024): 1}
     assert all(k.flops == 2 * 256 * 512 * 1024 for k in trace.kernels if k.kind == "matrix")
-    assert {k.phase for k in trace.kernels} == {"other", "backward"}
     # The product, its sum and the gradient of both live at the same time at most.
     assert a.nbytes + b.nbytes + 256 * 1024 * 2 <= trace.peak <= left + 2 * 256 * 1024 * 2 + 4096
 
@@ -145,9 +142,8 @@ def test_many_micro_batches_take_no_longer_than_few(monkeypatch, small_model):
     monkeypatch.setattr(predict, "_packed", lambda *given: packed.append(1) or real(*given))
     predict_step(config_of(small_model, 300 * 8), samples=10_000, parts=300, caption_length=12)
     assert len(packed) == predict.TRACED
-    asked = {"samples": 12_000_000, "ranks": 4, "card": card_named("H100")}
-    most = largest_batch(config_of(small_model, micro_batch=512), room=60 * GIB, **asked)
-    assert 4_000_000 < most < 12_000_000
+    planner = Planner(samples=12_000_000, ranks=4, gpu=gpu_named("H100"), room=60 * GIB)
+    assert 4_000_000 < planner.largest_batch(config_of(small_model, micro_batch=512)) < 12_000_000
 
 
 def test_parts_of_the_memory_are_what_they_must_be():
@@ -207,24 +203,49 @@ def test_the_loss_takes_what_was_measured():
         assert taken / 2**20 == pytest.approx(float(row["extra_mib"]), rel=0.15 if row["loss"] == "siglip" else 0.06)
 
 
-def test_the_engines_stand_in_divides_as_the_kernels_do():
-    assert (engine.PARTIAL_BYTES, engine.WEIGHT_BYTES) == (launch.PARTIAL_BYTES, launch.WEIGHT_BYTES)
-    assert engine.LONGEST_STRIP == launch.LONGEST_STRIP
+def test_traced_loss_kernels_have_the_tiles_of_the_real_ones():
     for kernel in ("statistics", "weights", "pairwise"):
-        chosen = configs.config(kernel, 90)
-        assert chosen.block_r == chosen.block_c == engine.BLOCK
-    for rows, cols in ((37, 53), (8192, 8192), (4096, 131_072), (100_003, 200_000), (1, 10**6)):
-        assert engine._block_shape(rows, cols, 1 << 27) == launch._block_shape(rows, cols, 1 << 27)
-        assert engine._panel(rows, 5000) == launch._panel(rows, 128, 5000)
+        config = configs.config(kernel, 90)
+        assert config.block_r == config.block_c == loss_kernels.TILE
 
 
-def test_others_losses_compute_infonce():
-    """The rivals are only traced, so that what is traced must be the right thing."""
+class DenseInfoNCE(ContrastiveLoss):
+    """As OpenCLIP computes it: similarities are held, autograd computes the backward pass.
+
+    Undivided, every rank has the whole B x B matrix in both directions; divided (--local-loss, DisCo-CLIP) B/N x B.
+    """
+
+    def __init__(self, *, divided):
+        super().__init__(name="dense", implementation="auto", lr_tau=None, follows_schedule=True)
+        self.divided = divided
+        self.scale = torch.nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+
+    def compute(self, local, sample_ids, text_ids, groups):
+        sides, gathered = (local.image, local.text), local.gathered()
+        if self.divided:
+            images, texts = (side.requires_grad_() for side in gathered)  # whose gradients are sent
+        else:  # the rows of this rank keep their gradients
+            sides = images, texts = [
+                torch.cat([side, others[len(side) :]]) for side, others in zip(sides, gathered, strict=True)
+            ]
+        labels, total = torch.arange(len(sides[0])), torch.zeros(())
+        for rows, cols in zip(sides, (texts, images), strict=True):
+            logits = (self.scale.exp() * rows).to(rows.dtype) @ cols.T
+            # As under autocast: logits in 16 bits, their logarithms in float32.
+            logarithms = torch.nn.functional.log_softmax(logits, 1, dtype=torch.float32)
+            total = total + torch.nn.functional.nll_loss(logarithms, labels) / 2
+        return LossOutput(loss=total, metrics={})
+
+    def temperature(self):
+        return (-self.scale.detach()).exp()
+
+
+def test_the_dense_loss_is_infonce():
     torch.manual_seed(0)
     image, text = (torch.nn.functional.normalize(torch.randn(12, 8), dim=1) for _ in range(2))
-    wanted = create_loss("infonce", tau=0.07)(image, text).loss.detach()
+    expected = float(create_loss("infonce", tau=0.07)(image, text).loss.detach())
     for divided in (False, True):
-        assert float(RivalLoss(divided=divided)(image, text).loss.detach()) == pytest.approx(float(wanted), rel=1e-5)
+        assert float(DenseInfoNCE(divided=divided)(image, text).loss.detach()) == pytest.approx(expected, rel=1e-5)
 
 
 A100 = {"samples": 400_000_000, "capability": (8, 0), "processors": 108}
@@ -238,14 +259,13 @@ def test_what_disco_clip_says_fits_on_40_gb_fits(batch, gpus):
     """
     config = config_of("ViT-B-32", batch, loss="infonce", grad_checkpointing=True, pad_text=True)
     own = predict_step(config, ranks=gpus, **A100)
-    divided = predict_step(config, ranks=gpus, **A100, make_loss=lambda: RivalLoss(divided=True))
-    assert own.peak <= divided.peak < USED * 40e9
+    divided = predict_step(config, ranks=gpus, **A100, make_loss=lambda: DenseInfoNCE(divided=True))
+    assert own.peak <= divided.peak < USABLE * 40e9
     alone = [
-        loss_memory(lambda d=divided: RivalLoss(divided=d), batch=batch, ranks=gpus, dim=512)
+        loss_memory(lambda d=divided: DenseInfoNCE(divided=d), batch=batch, ranks=gpus, dim=512)
         for divided in (False, True)
     ]
-    assert alone[0] == pytest.approx(16 * batch**2, rel=0.1)  # undivided: 16 bytes for every pair
-    assert alone[1] == pytest.approx(16 * batch**2 / gpus, rel=0.1)
+    assert alone == pytest.approx([BYTES_PER_PAIR * batch**2, BYTES_PER_PAIR * batch**2 / gpus], rel=0.1)
     if batch == 196_608:
         assert alone[0] > 10 * 40e9
 
@@ -255,43 +275,45 @@ def test_the_undivided_loss_needs_128_gpus_for_32k():
     """As DisCo-CLIP says of CLIP's own way, with all activations kept: 128 GPUs of 40 GB do, 64 do not."""
     config = config_of("ViT-B-32", 32_768, loss="infonce", pad_text=True)
     few, many = (
-        predict_step(config, ranks=gpus, **A100, make_loss=lambda: RivalLoss(divided=False)).peak
+        predict_step(config, ranks=gpus, **A100, make_loss=lambda: DenseInfoNCE(divided=False)).peak
         for gpus in (64, 128)
     )
-    assert many < USED * 40e9 < few
+    assert many < USABLE * 40e9 < few
 
 
 @pytest.mark.slow
 def test_the_largest_micro_batch_that_fits(small_model):
     config = config_of(small_model, 2000)
-    search = Search(config, 1000, 2, (9, 0), 132)
-    found = search.step(1000)
-    whole = found.needed
-    assert whole == found.peak + 1000 * 3 * 64 * 64  # the next batch's pixels lie there already
-    assert search.largest(whole) == 1000 > search.largest(whole - 1)
-    room = whole - found.memory["activations"] * 2 // 3
-    micro = search.largest(room)
+    planner = Planner(samples=1000, ranks=2, gpu=gpu_named("H200"), room=0)
+
+    def largest(room):
+        planner.room = room
+        return planner.largest_micro_batch(config)
+
+    whole = planner.step(config, 1000)
+    assert whole.needed == whole.peak + 1000 * 3 * 64 * 64  # the pixels of the next batch
+    assert largest(whole.needed) == 1000 > largest(whole.needed - 1)
+    micro = largest(whole.needed - whole.memory["activations"] * 2 // 3)
     assert 8 <= micro < 1000 and micro % 8 == 0
-    assert search.step(micro).needed <= room
-    assert search.step(2 * micro).needed > room
-    assert search.largest(whole // 1000) == 0
+    assert planner.fits(config, micro) and not planner.fits(config, 2 * micro)
+    assert largest(whole.needed // 1000) == 0
 
 
 @pytest.mark.slow
 def test_the_fastest_way_that_fits_and_the_largest_batch(small_model):
-    card, network = card_named("RTX3090"), NETWORKS["pcie"]
     config = config_of(small_model, 4096)
-    asked = {"samples": 30_000, "ranks": 2, "card": card}
-    free = list(options(config, room=80 * GIB, network=network, **asked))
-    assert len(free) == 1 and free[0].predicted.parts == 1
-    room = free[0].predicted.peak // 2
-    tight = list(options(config, room=room, network=network, **asked))
+    planner = Planner(samples=30_000, ranks=2, gpu=gpu_named("RTX3090"), network=NETWORKS["pcie"], room=80 * GIB)
+    (free,) = planner.options(config)
+    assert free.step.parts == 1
+    planner.room = free.step.peak // 2
+    tight = list(planner.options(config))
     assert [bool(option.config.parallel.grad_checkpointing) for option in tight] == [False, True]
-    assert all(option.predicted.needed <= room for option in tight)
-    assert min(option.seconds for option in tight) > free[0].seconds
-    assert all(option.exposed <= option.communication and option.exposed > 0 for option in tight)
-    most = largest_batch(config_of(small_model, 4096, micro_batch=512), room=8 * GIB, **asked)
-    assert most % 2048 == 0 and 4096 <= most <= 30_000
+    for option in tight:
+        assert option.step.needed <= planner.room and option.seconds > free.seconds
+        assert 0 < option.exposed <= option.communication
+    planner.room = 8 * GIB
+    largest = planner.largest_batch(config_of(small_model, 4096, micro_batch=512))
+    assert largest % 2048 == 0 and 4096 <= largest <= 30_000
 
 
 def test_rings():
@@ -306,19 +328,19 @@ def test_rings():
     assert slow.gather(size, 8) == network.gather(size, 8)  # within a host
 
 
-def test_cards(tmp_path):
-    reference = read_card(REFERENCE)
-    assert reference.measured and 7e14 < reference.matrix < 9e14 and 4e12 < reference.bandwidth < 4.8e12
-    write_card(reference, tmp_path / "card.json")
-    assert read_card(tmp_path / "card.json") == reference
+def test_gpus(tmp_path):
+    reference = read_gpu(REFERENCE)
+    assert reference.measured and 7e14 < reference.matrix_rate < 9e14 and 4e12 < reference.bandwidth < 4.8e12
+    write_gpu(reference, tmp_path / "gpu.json")
+    assert read_gpu(tmp_path / "gpu.json") == reference
     big = Kernel("matrix", "backward", 2 * 8192**3, 3 * 2 * 8192**2, 2, (1, 8192, 8192, 8192))
-    assert reference.seconds(big) == pytest.approx(2 * 8192**3 / reference.matrix, rel=0.02)
+    assert reference.seconds(big) == pytest.approx(2 * 8192**3 / reference.matrix_rate, rel=0.02)
     moved = Kernel("elementwise", "backward", 0, 10**9, 4)
     assert reference.seconds(moved) > 1e9 / reference.bandwidth
-    times = [card_named(name).seconds(big) for name in CARDS]
-    assert all(math.isfinite(time) for time in times) and min(times) == card_named("h200").seconds(big)
-    with pytest.raises(UserError, match="choose from H200"):
-        card_named("H300")
+    times = [gpu_named(name).seconds(big) for name in GPUS]
+    assert all(math.isfinite(time) for time in times) and min(times) == gpu_named("h200").seconds(big)
+    with refuses("plan.unknown_gpu", "H300", "RTX4090"):
+        gpu_named("H300")
 
 
 def test_the_accuracy_table_holds():
@@ -339,7 +361,7 @@ def test_a_prediction_of_the_table_is_still_made():
     config = config_of(row["model"], int(row["batch"]), loss=row["loss"], compile="on")
     found = predict_step(config, samples=10**6, caption_length=15.5)
     assert found.peak / GIB == pytest.approx(float(row["measured_gib"]), rel=0.08)
-    assert read_card(REFERENCE).step(found) == pytest.approx(float(row["measured_seconds"]), rel=0.2)
+    assert read_gpu(REFERENCE).step(found) == pytest.approx(float(row["measured_seconds"]), rel=0.2)
 
 
 def run_mlp(block, x):
@@ -391,6 +413,7 @@ def test_fused_operations_move_inputs_and_outputs_once():
         given = [torch.empty(shape, dtype=dtype, requires_grad=True) for shape, dtype in shapes]
         trace.start_again()
         out = traced_compile(between)(*given)
+        trace.enter("backward")
         torch.autograd.grad(out, given, [torch.empty_like(each) for each in out])
     # Bytes for each element of a row: the sum and its norm, gelu; then gelu's gradient, the norm's, and the sums.
     moved = [(k.kind, k.phase, round(k.bytes / (rows * size))) for k, n in trace.kernels.items() for _ in range(n)]
@@ -412,31 +435,24 @@ def test_compiling_recomputing_and_packing_need_less(small_model):
     assert activations == sorted(activations) and activations[0] < 0.9 * activations[2]
     padded = predict_step(config_of(small_model, 2048, pad_text=True), **asked)
     assert padded.memory["activations"] > 1.5 * eager.memory["activations"]
-    assert compiled.recorded and not eager.recorded
+    assert compiled.cuda_graph and not eager.cuda_graph
 
 
-class Launched(NamedTuple):
-    kernels: Counter[Kernel]
-    parameters: int
-    compiled: bool
-    recorded: bool
-
-
-def test_the_host_can_be_the_slower_one():
-    """Compiled, recorded or neither; and the device waits while the optimizer is launched."""
-    card = read_card(REFERENCE)
-    kernels = Counter(
-        {Kernel("elementwise", phase, 0, 512, 4): 1000 for phase in ("image tower", "backward", "loss")}
+def test_the_host_can_be_slower_than_the_device():
+    """Compiled, as a CUDA graph or neither; and the device waits while the optimizer is launched."""
+    gpu, host = read_gpu(REFERENCE), read_gpu(REFERENCE).host
+    phases = ("image tower", "backward", "loss")
+    kernels = Counter({Kernel("elementwise", phase, 0, 512, 4): 1000 for phase in phases})
+    fixed: dict[str, Any] = {"memory": {}, "sent": TrafficCounter(), "trained_bytes": 0, "parts": 1}
+    eager, compiled, graph = (
+        Predicted(kernels=kernels, parameters=100, compiled=way == 1, cuda_graph=way == 2, **fixed)
+        for way in range(3)
     )
-    plain, compiled, recorded = (
-        Launched(kernels=kernels, parameters=100, compiled=way == 1, recorded=way == 2) for way in range(3)
-    )
-    waiting = 100 * card.host.optimizer
-    rest = 1000 * card.host.forward + 100 * card.host.norm
-    assert card.step(plain) == pytest.approx(1000 * (card.host.forward + card.host.backward) + rest + waiting)
-    assert card.step(compiled) == pytest.approx(2000 * card.host.compiled + rest + waiting)
-    assert card.launching(recorded) == pytest.approx(100 * card.host.norm)  # the loss is recorded, too
-    assert card.step(recorded) == pytest.approx(sum(card.times(kernels).values()) + waiting)
+    rest = 1000 * host.forward + 100 * (host.norm + host.optimizer)
+    assert gpu.step(eager) == pytest.approx(1000 * (host.forward + host.backward) + rest)
+    assert gpu.step(compiled) == pytest.approx(2000 * host.compiled + rest)
+    assert gpu.launching(graph) == pytest.approx(100 * host.norm)  # the graph contains the loss
+    assert gpu.step(graph) == pytest.approx(sum(gpu.times(kernels).values()) + 100 * host.optimizer)
 
 
 def test_traffic_of_a_traced_step_is_that_of_the_ledger():
@@ -445,8 +461,3 @@ def test_traffic_of_a_traced_step_is_that_of_the_ledger():
     assert found.sent.volumes["embeddings"].bytes == 2 * 1024 * 128 * 2
     sent = compare_traffic(found.sent, ranks=4)
     assert sent.openclip < sent.disco_clip and sent.leanclip < sent.openclip
-
-
-def test_a_saved_card_is_plain_json():
-    stored = json.loads(REFERENCE.read_text())
-    assert stored["name"] == "NVIDIA H200" and replace(read_card(REFERENCE), name="x").name == "x"

@@ -233,7 +233,7 @@ class Fusion(NamedTuple):
             held[node] = tree_map(_new, node.meta["val"])
         trace = Trace.current()
         for kind, moved in self.kernels:
-            trace.launch(Kernel(kind, trace.now, 0, moved, 4))
+            trace.launch(Kernel(kind, trace.phase, 0, moved, 4))
 
 
 def _new(like: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""How long kernels take on a GPU: a roofline whose two ceilings and efficiencies were measured, here or on an H200.
+"""How long kernels take on a GPU: a roofline with measured efficiencies.
 
 A kernel takes the longer of its arithmetic over the matrix rate and its bytes over the bandwidth, each times the
-share of the ceiling that such a kernel reaches. The shares come from `measure.py`, which times bare operations and no
-model; what this machine's GPU gave is kept in the cache directory. Cards that are not here take their nominal
-ceilings, the share of them that an H200 reaches, and its shares.
+share of that ceiling which such a kernel reaches. `gpu_measurement` measures rates and shares by timing bare
+operations, no model among them. A GPU that was not measured has the nominal rates of its data sheet, scaled by what
+an H200 reaches of its own, and the shares of an H200.
 """
 
 import json
@@ -12,18 +12,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import Any, NamedTuple
 
 from leanclip.errors import UserError
-from leanclip.filesystem import cache_directory
-from leanclip.planning.step_trace import Kernel
+from leanclip.filesystem import write_atomically
+from leanclip.planning.step_prediction import Predicted
+from leanclip.planning.step_trace import Kernel, launches
 
-LAUNCH = 2.5e-6  # seconds between two kernels, at the least
-
-
+LAUNCH = 2.5e-6  # seconds between two kernels, at least
 REFERENCE = Path(__file__).parent / "h200.json"
+BOUND_BY_ARITHMETIC = ("attention", "attention backward", "loss", "patches", "patches backward")
 
 
 class Nominal(NamedTuple):
@@ -36,7 +34,7 @@ class Nominal(NamedTuple):
     processors: int
 
 
-CARDS = {
+GPUS = {
     "H200": Nominal(141, 989, 4.8, (9, 0), 132),
     "H100": Nominal(80, 989, 3.35, (9, 0), 132),
     "H100-PCIe": Nominal(80, 756, 2.0, (9, 0), 114),
@@ -52,125 +50,70 @@ CARDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
-    """What kinds of kernels reach of the two ceilings."""
-
-    products: Mapping[str, float]  # of the matrix rate, by the two smaller sides of a 16-bit product: "512x2048"
-    wide: float  # of the matrix rate, by float32 products
-    attention: Mapping[str, float]  # of the matrix rate, by length
-    attention_backward: Mapping[str, float]
-    short_attention: Mapping[str, float]  # of the bandwidth, if all tiles were full, by their length
-    short_attention_backward: Mapping[str, float]
-    loss: float  # of the matrix rate, by the loss's fused similarities
-    convolution: Mapping[str, float]  # of the matrix rate ("arithmetic") and of the bandwidth ("bytes"), in turn
-    convolution_backward: Mapping[str, float]
-    patches: float  # of the matrix rate, by convolutions that cut an image into patches
-    patches_backward: float
-    elementwise: float  # of the bandwidth, as all below
-    fused: float  # what the compiler makes of several
-    fused_sums: float  # and of sums over rows
-    reduction: float
-    norm: float
-    norm_backward: float
-    depthwise: float  # convolutions of single channels
-    depthwise_backward: float
-    pooling: float
-    pooling_backward: float
-    batch_norm: Mapping[str, float]  # by channels
-    batch_norm_backward: Mapping[str, float]
-    optimizer: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Host:
     """Seconds that the host takes to launch."""
 
-    forward: float  # each kernel
+    forward: float  # one kernel
     backward: float
-    compiled: float  # of blocks that are compiled, in both passes
-    norm: float  # for each parameter, of the gradients' norm
-    optimizer: float  # for each parameter, while the device waits: a step reads whether its loss is finite
-
-
-class Step(Protocol):
-    """What of a traced step decides its time."""
-
-    @property
-    def kernels(self) -> Counter[Kernel]: ...
-    @property
-    def parameters(self) -> int: ...  # trained tensors
-    @property
-    def compiled(self) -> bool: ...  # the towers' blocks
-    @property
-    def recorded(self) -> bool: ...  # as a CUDA graph, up to the gradients
+    compiled: float  # one kernel of a compiled block, in either pass
+    norm: float  # the gradient norm, per parameter
+    optimizer: float  # per parameter, while the device waits: a step reads whether its loss is finite
 
 
 @dataclass(frozen=True, kw_only=True)
-class Card:
+class GpuModel:
     name: str
     memory: int  # bytes
     capability: tuple[int, int]
     processors: int
-    matrix: float  # FLOP/s of a large bf16 product
+    matrix_rate: float  # FLOP/s of a large bf16 product
     bandwidth: float  # bytes/s of a large copy, read and written
     host: Host
-    shares: Shares
+    shares: Mapping[str, Any]
+    """What each kind of kernel reaches of the matrix rate (products, BOUND_BY_ARITHMETIC) or the bandwidth (others).
+
+    A number; or a table by the two smaller sides of a product ("512x2048"), the length of attention or the channels
+    of a batch norm; convolutions have both shares. "float32" is the share of the matrix rate of float32 products.
+    """
     measured: bool
 
     def seconds(self, kernel: Kernel) -> float:
         """Of one kernel on the device."""
-        share, kind = self.shares, kernel.kind
-        moved = kernel.bytes / self.bandwidth
+        kind, share = kernel.kind, self.shares[kernel.kind]
+        precision = 1.0 if kernel.itemsize <= 2 else self.shares["float32"]
+        arithmetic, moved = kernel.flops / self.matrix_rate / precision, kernel.bytes / self.bandwidth
         if kind == "matrix":
-            reached = share.wide if kernel.itemsize > 2 else _product_share(share.products, kernel.shape)
-            time = max(kernel.flops / (self.matrix * reached), moved / share.elementwise)
-        elif kind in ("attention", "attention backward"):
-            table = share.attention if kind == "attention" else share.attention_backward
-            reached = _between(table, kernel.shape[2]) * (1 if kernel.itemsize <= 2 else share.wide)
-            time = kernel.flops / (self.matrix * reached)
-        elif kind in ("short attention", "short attention backward"):
-            table = share.short_attention if kind == "short attention" else share.short_attention_backward
-            time = tile_bytes(kernel) / (self.bandwidth * _between(table, kernel.shape[2]))
-        elif kind in ("loss", "patches", "patches backward"):
-            reached = getattr(share, kind.replace(" ", "_")) if kernel.itemsize <= 2 else share.wide
-            time = kernel.flops / (self.matrix * reached)
-        elif kind in ("convolution", "convolution backward"):
-            table = share.convolution if kind == "convolution" else share.convolution_backward
-            reached = table["arithmetic"] * (1 if kernel.itemsize <= 2 else share.wide)
-            time = kernel.flops / (self.matrix * reached) + moved / table["bytes"]
-        elif kind in ("batch norm", "batch norm backward"):
-            table = share.batch_norm if kind == "batch norm" else share.batch_norm_backward
-            time = moved / _between(table, kernel.shape[0])
-        else:
-            time = moved / getattr(share, kind.replace(" ", "_"))
-        return LAUNCH + time
+            share = _product_share(share, kernel.shape) if kernel.itemsize <= 2 else 1.0
+            return LAUNCH + max(arithmetic / share, moved / self.shares["elementwise"])
+        if kind.startswith("convolution"):
+            return LAUNCH + arithmetic / share["arithmetic"] + moved / share["bytes"]
+        if kind.startswith("short attention"):
+            moved = tile_bytes(kernel) / self.bandwidth
+        if not isinstance(share, float):
+            share = _interpolated(share, kernel.shape[0 if kind.startswith("batch norm") else 2])
+        return LAUNCH + (arithmetic if kind in BOUND_BY_ARITHMETIC else moved) / share
 
     def times(self, kernels: Counter[Kernel]) -> dict[str, float]:
         """Seconds on the device by phase."""
-        found: Counter[str] = Counter()
+        seconds = dict.fromkeys((kernel.phase for kernel in kernels), 0.0)
         for kernel, count in kernels.items():
-            found[kernel.phase] += count * self.seconds(kernel)  # pyright: ignore[reportArgumentType]
-        return dict(found)
+            seconds[kernel.phase] += count * self.seconds(kernel)
+        return seconds
 
-    def launching(self, step: Step) -> float:
-        """Seconds in which the host launches all up to the optimizer. What is recorded takes none."""
-        phases: Counter[str] = Counter()
-        for kernel, count in step.kernels.items():
-            phases[kernel.phase] += count
-        towers = {phase: phases.pop(phase, 0) for phase in ("image tower", "text tower", "backward")}
-        if step.recorded:
-            phases.pop("loss", 0)
-        took = self.host.norm * step.parameters
-        took += self.host.forward * sum(count for phase, count in phases.items() if phase != "optimizer")
-        if step.recorded:
-            return took
+    def launching(self, step: Predicted) -> float:
+        """Seconds in which the host launches everything up to the optimizer. A CUDA graph takes none."""
+        phases = launches(step.kernels)
+        host, forward, backward = self.host, phases["image tower"] + phases["text tower"], phases["backward"]
+        others = phases.total() - forward - backward - phases["optimizer"]
+        seconds = host.norm * step.parameters + host.forward * others
+        if step.cuda_graph:
+            return seconds - host.forward * phases["loss"]  # which the graph contains
         if step.compiled:
-            return took + self.host.compiled * sum(towers.values())
-        ahead = towers["image tower"] + towers["text tower"]
-        return took + self.host.forward * ahead + self.host.backward * towers["backward"]
+            return seconds + host.compiled * (forward + backward)
+        return seconds + host.forward * forward + host.backward * backward
 
-    def step(self, step: Step) -> float:
-        """Seconds of a step: the device's, or the host's where it cannot launch as fast, and the wait between."""
+    def step(self, step: Predicted) -> float:
+        """Seconds of a step: those of the device, or of the host if it launches more slowly, and the wait between."""
         device = sum(self.times(step.kernels).values())
         return max(device, self.launching(step)) + self.host.optimizer * step.parameters
 
@@ -180,7 +123,7 @@ class Card:
 
 
 def tile_bytes(kernel: Kernel) -> int:
-    """What our attention would move if no tile had room left: queries, keys, values and outputs, or all gradients."""
+    """What our attention moves if all tiles are full: queries, keys, values and outputs, or all gradients."""
     passes = 4 if kernel.kind == "short attention" else 7
     return passes * math.prod(kernel.shape) * kernel.itemsize
 
@@ -189,65 +132,50 @@ def _product_share(table: Mapping[str, float], shape: tuple[int, ...]) -> float:
     """By the two smaller sides, linearly between the logarithms of those measured."""
     small, middle = sorted(shape[1:])[:2]
     sides = sorted({int(key.split("x")[0]) for key in table})
-
-    def at(low: int, high: int) -> float:
-        return table[f"{min(low, high)}x{max(low, high)}"]
-
-    (a, b, x), (c, d, y) = _neighbours(sides, small), _neighbours(sides, middle)
-    return (1 - x) * ((1 - y) * at(a, c) + y * at(a, d)) + x * ((1 - y) * at(b, c) + y * at(b, d))
-
-
-def _between(table: Mapping[str, float], value: int) -> float:
-    low, high, share = _neighbours(sorted(map(int, table)), value)
-    return (1 - share) * table[str(low)] + share * table[str(high)]
+    by_middle = {
+        str(side): _interpolated({str(other): table[_product_key(side, other)] for other in sides}, small)
+        for side in sides
+    }
+    return _interpolated(by_middle, middle)
 
 
-def _neighbours(known: list[int], value: int) -> tuple[int, int, float]:
-    """The two known values around this one, and how far it is from the first, in logarithms; beyond them the last."""
+def _product_key(side: int, other: int) -> str:
+    return f"{min(side, other)}x{max(side, other)}"
+
+
+def _interpolated(table: Mapping[str, float], value: int) -> float:
+    """Linearly between the logarithms of the two nearest entries; beyond them the last."""
+    known = sorted(map(int, table))
     value = min(max(value, known[0]), known[-1])
     high = next(entry for entry in known if entry >= value)
     low = max(entry for entry in known if entry <= value)
-    return low, high, 0.0 if low == high else math.log(value / low) / math.log(high / low)
+    share = 0.0 if low == high else math.log(value / low) / math.log(high / low)
+    return (1 - share) * table[str(low)] + share * table[str(high)]
 
 
-def read_card(path: Path) -> Card:
+def read_gpu(path: Path) -> GpuModel:
     stored = json.loads(path.read_text())
-    shares, host = Shares(**stored.pop("shares")), Host(**stored.pop("host"))
-    return Card(**stored | {"capability": tuple(stored["capability"])}, shares=shares, host=host)
+    return GpuModel(**stored | {"capability": tuple(stored["capability"]), "host": Host(**stored["host"])})
 
 
-def write_card(card: Card, path: Path) -> None:
+def write_gpu(gpu: GpuModel, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(card), indent=1) + "\n")
+    write_atomically(path, json.dumps(asdict(gpu), indent=1) + "\n")
 
 
-def card_named(name: str) -> Card:
-    """A known card, by its nominal figures."""
-    found = {known.lower(): known for known in CARDS}.get(name.lower())
-    if found is None:
-        raise UserError(f"unknown --gpu {name!r}; choose from {', '.join(CARDS)}")
-    nominal, reference, base = CARDS[found], read_card(REFERENCE), CARDS["H200"]
+def gpu_named(name: str) -> GpuModel:
+    """A known GPU, by its nominal figures."""
+    known = {key.lower(): key for key in GPUS}.get(name.lower())
+    if known is None:
+        raise UserError(f"unknown --gpu {name!r}; choose from {', '.join(GPUS)}", code="plan.unknown_gpu")
+    nominal, reference, base = GPUS[known], read_gpu(REFERENCE), GPUS["H200"]
     return replace(
         reference,
-        name=found,
+        name=known,
         memory=int(nominal.memory * 1e9),
         capability=nominal.capability,
         processors=nominal.processors,
-        matrix=reference.matrix * nominal.tflops / base.tflops,
+        matrix_rate=reference.matrix_rate * nominal.tflops / base.tflops,
         bandwidth=reference.bandwidth * nominal.bandwidth / base.bandwidth,
         measured=False,
     )
-
-
-def calibrated(device: torch.device, *, again: bool = False) -> Card:
-    """The GPU that is here, measured in a few seconds the first time and remembered."""
-    from leanclip.planning.gpu_measurement import measure
-
-    properties: Any = torch.cuda.get_device_properties(device)
-    version = torch.__version__.split("+")[0]
-    path = cache_directory() / "cards" / f"{properties.name.replace(' ', '-')}-torch{version}.json"
-    if path.is_file() and not again:
-        return read_card(path)
-    card = measure(device)
-    write_card(card, path)
-    return card

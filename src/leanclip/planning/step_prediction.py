@@ -4,11 +4,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from leanclip.data import Batch
 from leanclip.distributed import TRAFFIC_COUNTER, Ranks, TrafficCounter
@@ -20,7 +19,7 @@ from leanclip.ops.attention import Packing
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.optim.loss_scale import LossScale
 from leanclip.planning.compiled_cost import traced_compile
-from leanclip.planning.fake_ranks import pretending
+from leanclip.planning.simulated_gpu import simulated
 from leanclip.planning.step_trace import Begun, Cost, Kernel, Trace, faked, tracing
 from leanclip.runs.config import TrainConfig
 from leanclip.training.model_setup import model_for_run, uses_compile, uses_cuda_graph
@@ -29,13 +28,13 @@ from leanclip.training.step_context import StepContext
 
 PARTS = (
     "weights",
+    "gathered weights",
     "gradients",
     "optimizer",
     "activations",
     "batch",
     "loss",
     "state tables",
-    "communication",
     "workspace",
 )
 WORKSPACE = 65 << 20  # bytes that cuBLAS keeps, as found on an H200
@@ -57,7 +56,7 @@ class Predicted:
     parameters: int  # trained tensors
     parts: int  # micro-batches
     compiled: bool  # the towers' blocks
-    recorded: bool  # as a CUDA graph, up to the gradients
+    cuda_graph: bool  # replays the step up to the gradients
 
     @property
     def peak(self) -> int:
@@ -93,17 +92,16 @@ def predict_step(
     if uses_compile(config, model, Ranks(0, ranks, None), cuda, min(steps, config.run.max_steps or steps)):
         model.compile_towers(whole=False)
     TRAFFIC_COUNTER.clear()
-    with tracing(capability) as trace, pretending(trace, ranks=ranks, processors=processors) as first:
+    with tracing(capability) as trace, simulated(trace, ranks=ranks, processors=processors) as first:
         model = faked(model, trace, "weights").train()
         if model.compiled and not (model.blockwise_image or config.parallel.fsdp):
             visual = model.clip.visual
             visual._compiled_call_impl = partial(traced_compile(nn.Module._call_impl), visual)
-        with trace.during("other", "state tables"):
-            loss = make_loss() if make_loss else loss_from_config(config.run.loss, config.loss, num_samples=samples)
+        trace.enter("other", "state tables")
+        loss = make_loss() if make_loss else loss_from_config(config.run.loss, config.loss, num_samples=samples)
         if precision == "fp64":
             loss = faked(loss, trace, "state tables", torch.float64)
         loss.set_epoch(0, 1)
-        _follow(model, loss, trace)
         optimizer = create_optimizer(
             _open_values_filled(config.optim), [*weight_decay_groups(model, 0.1), *loss.param_groups()]
         )
@@ -120,11 +118,14 @@ def predict_step(
             grad_clip_norm=config.optim.grad_clip_norm,
             scale=LossScale.of(precision),
             ranks=first,
+            phase=towers.enter_phase,
         )
-        trained = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(lambda p: trace.hold(p.grad, "gradients"))
+        trace.enter("other")
         trace.start_again()
         training_step(context, data.pack(towers.texts, parts))
-        towers.enter(None)
     memory = {part: trace.at_peak.get(part, 0) for part in PARTS} | {"workspace": WORKSPACE}
     if config.run.ema is not None:
         memory["weights"] *= 2
@@ -134,11 +135,11 @@ def predict_step(
         memory=memory,
         kernels=trace.kernels,
         sent=TrafficCounter(dict(TRAFFIC_COUNTER.volumes)),
-        trained_bytes=sum(trained),
+        trained_bytes=sum(parameter.nbytes for parameter in trained),
         parameters=len(trained),
         parts=parts,
         compiled=model.compiled,
-        recorded=parts == 1 and uses_cuda_graph(config, model, first, cuda),
+        cuda_graph=parts == 1 and uses_cuda_graph(config, model, first, cuda),
     )
 
 
@@ -148,54 +149,25 @@ def _open_values_filled(config: OptimConfig) -> OptimConfig:
     return replace(config, **{name: value for name, value in usual.items() if getattr(config, name) is None})
 
 
-def _follow(model: TwoTower, loss: ContrastiveLoss, trace: Trace) -> None:
-    """Tell the trace which part of the step it is in, and which tensors are gradients."""
-
-    def tag(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            trace.hold(parameter.grad, "gradients")
-
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(tag)
-    compute = loss.compute
-
-    def traced(call: Callable[..., Any], phase: str, part: str) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            with trace.during(phase, part):
-                return call(*args)
-
-        return run
-
-    loss.compute = traced(compute, "loss", "loss")
-    model.encode_image = traced(model.encode_image, "image tower", "activations")
-    model.encode_text = traced(model.encode_text, "text tower", "activations")
-
-
 def _fill_state(optimizer: torch.optim.Optimizer, trace: Trace, *, keep: bool) -> None:
     """The optimizer's state as after a step. On several ranks the gradients' memory stays: it is DDP's buckets."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
         trace.hold(parameter.grad, "gradients")
-    with trace.during("optimizer", "optimizer"):
-        optimizer.step()
+    trace.enter("optimizer", "optimizer")
+    optimizer.step()
     if not keep:
         optimizer.zero_grad(set_to_none=True)
-    optimizer.register_step_pre_hook(lambda *_: _enter(trace, "optimizer"))
-
-
-def _enter(trace: Trace, phase: str) -> None:
-    trace.phase = trace.part = phase
 
 
 def _batch(model: TwoTower, share: int, trace: Trace, caption_length: float | None) -> Batch:
     """A rank's share: fake pixels; captions and ids stay real, since the step may look at their values."""
     pixels = model.preprocess.size
     height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
-    with trace.during("other", "batch"):
-        images = torch.empty(share, 3, height, width, dtype=torch.uint8)
-    with unset_fake_temporarily():
+    images = torch.empty(share, 3, height, width, dtype=torch.uint8)
+    trace.hold(images, "batch")
+    with _disable_current_modes():
         row = model.tokenizer([""])
         tokens, ids = row.expand(share, -1), torch.arange(share)
         lengths = caption_lengths(share, caption_length, row.shape[1])
@@ -214,7 +186,7 @@ def _packed(model: TwoTower, tokens: Tensor, lengths: Tensor) -> Tensor | Texts:
     """What `model.texts` gives on a GPU, without data."""
     if model.end_of_text is None:
         return torch.empty_like(tokens)
-    with unset_fake_temporarily():
+    with _disable_current_modes():
         real = Texts.at(tokens, layout(lengths, width=tokens.shape[1], few_sizes=True))
     packing = real.packing
     offsets, rows, positions, tiles = map(_like, (packing.offsets, packing.rows, packing.positions, packing.tiles))
@@ -251,61 +223,58 @@ class _Share(Batch):
 
 
 class _Towers(nn.Module):
-    """The model, but micro-batches that are like one already traced are charged, not traced again.
+    """The model, but micro-batches like one already traced are charged, not traced again.
 
-    Their captions take the memory that this one's took, and their embeddings what they need together.
+    Their captions take the memory that those of this one took, and their embeddings what they need together.
     """
 
     def __init__(self, model: TwoTower, trace: Trace, parts: int) -> None:
         super().__init__()
         self.model, self.trace = model, trace
         self.charged = parts - TRACED
-        self.costs: dict[str, Cost] = {}
-        self.calls: Counter[str] = Counter()
-        self.begun: tuple[str, Begun] | None = None
-        self.packed = 0  # bytes of the captions of the last micro-batch
+        self.costs: dict[bool, Cost] = {}  # of a micro-batch, without and with gradients
+        self.calls: Counter[bool] = Counter()
+        self.begun: tuple[bool, Begun] | None = None
+        self.caption_bytes = 0  # of the last micro-batch
         self.like: tuple[Tensor, Tensor] | None = None
 
     def texts(self, tokens: Tensor, lengths: Tensor | None) -> Tensor | Texts:
         if lengths is None:
-            self.trace.charge(self.costs["packed"], self.charged)
-            return torch.empty(self.charged * self.packed, dtype=torch.uint8)
+            return torch.empty(self.charged * self.caption_bytes, dtype=torch.uint8)
         before = self.trace.total
-        self.enter("packed")
         texts = _packed(self.model, tokens, lengths)
-        self.enter(None)
-        self.packed = self.trace.total - before
+        self.caption_bytes = self.trace.total - before
         return texts
 
-    def forward(self, images: Tensor, tokens: Tensor | Texts, between: Any = None) -> tuple[Tensor, Tensor]:
-        self.enter(None)
+    def forward(
+        self, images: Tensor, tokens: Tensor | Texts, between: Callable[[Tensor], None]
+    ) -> tuple[Tensor, Tensor]:
+        self.end_micro_batch()
         trained = torch.is_grad_enabled()
-        piece = "trained" if trained else "embedded"
-        self.calls[piece] += 1
-        if self.calls[piece] > TRACED:
-            self.trace.charge(self.costs[piece], self.charged)
+        self.calls[trained] += 1
+        if self.calls[trained] > TRACED:
+            self.trace.charge(self.costs[trained], self.charged)
             assert self.like is not None
-            if trained:  # their backward passes are charged too: nothing here asks for one
+            between(self.like[0])
+            if trained:  # their backward passes are charged too: nothing here needs one
                 return self.like
-            self.trace.charge(self.costs["between"], self.charged - 1)
             image, text = (like.new_empty(len(images), like.shape[1]) for like in self.like)
             return image, text
-        self.enter(piece)
-        image = self.model.encode_image(images)
-        if between is not None:
-            between(image)
-        text = self.model.encode_text(tokens)
+        self.begun = trained, self.trace.begin()
+        image, text = self.model(images, tokens, between)
         self.like = image.new_empty(0, image.shape[1]), text.new_empty(0, text.shape[1])
-        if not trained:
-            self.enter("between")  # where batch norms are averaged
         return image, text
 
-    def enter(self, piece: str | None) -> None:
-        """The last piece of the step ends here, and its cost is known; the next one begins."""
+    def enter_phase(self, phase: str) -> None:
+        if phase in ("loss", "optimizer"):
+            self.end_micro_batch()
+        self.trace.enter(phase, phase if phase in PARTS else "activations")
+
+    def end_micro_batch(self) -> None:
         if self.begun is not None:
-            name, begun = self.begun
-            self.costs[name] = self.trace.end(begun)
-        self.begun = None if piece is None else (piece, self.trace.begin())
+            trained, begun = self.begun
+            self.costs[trained] = self.trace.end(begun)
+        self.begun = None
 
 
 def _sharded(memory: dict[str, int], model: TwoTower, ranks: int) -> dict[str, int]:
@@ -313,4 +282,19 @@ def _sharded(memory: dict[str, int], model: TwoTower, ranks: int) -> dict[str, i
     sizes = [sum(parameter.nbytes for parameter in block.parameters()) for block in repeated_blocks(model)]
     largest = max(sizes, default=memory["weights"])
     split = {part: -(-memory[part] // ranks) for part in ("weights", "gradients", "optimizer")}
-    return memory | split | {"communication": memory["communication"] + 3 * largest}
+    return memory | split | {"gathered weights": 3 * largest}
+
+
+def loss_memory(make_loss: Callable[[], ContrastiveLoss], *, batch: int, ranks: int, dim: int) -> int:
+    """Bytes that a loss takes on a rank, forward and backward, beside the embeddings of the rank and the tables."""
+    with tracing() as trace, simulated(trace, ranks=ranks, processors=132) as first:
+        loss = make_loss()
+        loss.set_epoch(0, 1)
+        share = first.largest_share(batch)
+        image, text = (torch.empty(share, dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        with _disable_current_modes():
+            ids = torch.arange(share)
+        trace.start_again()
+        before = trace.total
+        loss(image, text, ids, global_batch=batch).loss.backward()
+        return trace.peak - before

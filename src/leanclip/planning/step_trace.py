@@ -179,26 +179,15 @@ class Trace(TorchDispatchMode):
             self.peak, self.at_peak = begun.peak, begun.at_peak
         return cost
 
-    @contextlib.contextmanager
-    def during(self, phase: str, part: str | None = None) -> Iterator[None]:
-        before = self.phase, self.part
-        self.phase, self.part = phase, part or self.part
-        try:
-            yield
-        finally:
-            self.phase, self.part = before
+    def enter(self, phase: str, part: str = "activations") -> None:
+        """Kernels belong to this phase from now on, new storages to this part."""
+        self.phase, self.part = phase, part
 
     @staticmethod
     def current() -> "Trace":
         """The one of the innermost `tracing`."""
         assert Trace.active is not None
         return Trace.active
-
-    @property
-    def now(self) -> str:
-        """The phase of what is launched: what autograd runs is the backward pass, but for the loss's."""
-        backward = torch._C._current_graph_task_id() != -1
-        return "backward" if backward and self.phase != "loss" else self.phase
 
     @property
     def total(self) -> int:
@@ -223,7 +212,7 @@ class Trace(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor], out: Any
     ) -> Kernel | None:
         packet = func.overloadpacket
-        if packet in FREE or not (given or made):
+        if packet in FREE or func.namespace == "c10d" or not (given or made):
             return None
         flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
         kind = KINDS.get(packet, "elementwise")
@@ -239,9 +228,17 @@ class Trace(TorchDispatchMode):
         if packet is aten._scaled_dot_product_flash_attention_backward:
             self._look(_flash_scratch(*args[1].shape))
         return Kernel(
-            kind, self.now, int(flops), sum(map(bytes_of, given)) + sum(map(bytes_of, made)),
+            kind, self.phase, int(flops), sum(map(bytes_of, given)) + sum(map(bytes_of, made)),
             4 if first is None else first.itemsize, _shape(kind, packet, args),
         )  # fmt: skip
+
+
+def launches(kernels: Counter[Kernel]) -> Counter[str]:
+    """Kernels by phase."""
+    counts: Counter[str] = Counter()
+    for kernel, count in kernels.items():
+        counts[kernel.phase] += count
+    return counts
 
 
 def bytes_of(tensor: Tensor) -> int:

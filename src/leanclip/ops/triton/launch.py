@@ -17,15 +17,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from leanclip.ops import products
+from leanclip.ops.blocking import PARTIAL_BYTES, WEIGHT_BYTES, block_shape, ceil_div, panel_rows, strip_tiles
 from leanclip.ops.triton import configs
 from leanclip.ops.triton.kernel import run
 from leanclip.ops.triton.sums import finish, largest_norms, statistics_kernel
 from leanclip.ops.triton.weights import pairwise_kernel, weights_kernel
 from leanclip.ops.types import Gradients, Needs, Pairs, Pairwise, Sigmoid, Statistics, Terms
-
-PARTIAL_BYTES = 128 << 20
-WEIGHT_BYTES = 256 << 20
-LONGEST_STRIP = 32
 
 
 class _Launch(NamedTuple):
@@ -124,11 +121,11 @@ def _statistics(launch: _Launch, row_scale: Tensor, col_scale: Tensor | None) ->
     config = launch.config("statistics")
     num_rows, num_cols = len(launch.pairs.rows), len(launch.pairs.cols)
     squares = _squared_norms(launch)
-    num_blocks = _ceil_div(num_cols, config.block_c)
-    panel = _panel(num_rows, config.block_r, PARTIAL_BYTES // (8 * num_blocks))
-    strip = _strip(_ceil_div(panel, config.block_r) * num_blocks, launch.num_processors)
+    num_blocks = ceil_div(num_cols, config.block_c)
+    panel = panel_rows(num_rows, config.block_r, PARTIAL_BYTES // (8 * num_blocks))
+    strip = strip_tiles(ceil_div(panel, config.block_r) * num_blocks, launch.num_processors)
     strips = [
-        _ceil_div(min(panel, num_rows - row), strip * config.block_r) for row in range(0, num_rows, panel)
+        ceil_div(min(panel, num_rows - row), strip * config.block_r) for row in range(0, num_rows, panel)
     ]  # of each panel
     by_rows = Statistics(launch.empty(num_rows), launch.empty(num_rows))
     by_cols = None if col_scale is None else Statistics(launch.empty(num_cols), launch.empty(num_cols))
@@ -178,7 +175,7 @@ def _squared_norms(launch: _Launch) -> Tensor:
     block = 64 if launch.capability else 32
     run(
         largest_norms,
-        (_ceil_div(max(len(rows), len(cols)), block), 2, 1),
+        (ceil_div(max(len(rows), len(cols)), block), 2, 1),
         (rows, cols, squares, len(rows), len(cols)),
         {"DIM": rows.shape[1], "BLOCK": block, "BLOCK_K": 64},
         {"num_warps": 4},
@@ -192,7 +189,7 @@ def _finish(
     config, pairs = launch.config("finish"), launch.pairs
     run(
         finish,
-        (_ceil_div(end - first, config.block_r), 1, 1),
+        (ceil_div(end - first, config.block_r), 1, 1),
         (
             pairs.rows,
             pairs.cols,
@@ -259,7 +256,7 @@ def pairwise(pairs: Pairs, sigmoid: Sigmoid, diagonal: Tensor, *, needs: Needs =
     num_cols = len(pairs.cols)
     with launch.device():
         weights = _WeightBlocks(launch, config, needs)
-        partial = launch.empty(3, _ceil_div(num_cols, config.block_c), weights.height)
+        partial = launch.empty(3, ceil_div(num_cols, config.block_c), weights.height)
         sums = launch.empty(3, len(pairs.rows))
         for block in weights.blocks():
             weights.compute(pairwise_kernel, block, scalars, {"STORE": any(needs)}, partial)
@@ -286,7 +283,7 @@ class _WeightBlocks:
         self.launch, self.config = launch, config
         rows, cols = launch.pairs.rows, launch.pairs.cols
         dtype = torch.float32 if rows.dtype == torch.float32 else torch.bfloat16  # float32 only in the interpreter
-        self.height, self.width = _block_shape(len(rows), len(cols), WEIGHT_BYTES // dtype.itemsize)
+        self.height, self.width = block_shape(len(rows), len(cols), WEIGHT_BYTES // dtype.itemsize)
         # Row starts on 16 bytes, for the copy engine and for cuBLAS.
         shape = (self.height, math.ceil(self.width / 8) * 8) if any(needs) else (1, 8)
         self.buffer = torch.empty(shape, dtype=dtype, device=rows.device)
@@ -314,7 +311,7 @@ class _WeightBlocks:
         height, width = block.end_row - block.row, block.end_col - block.col
         run(
             kernel,
-            (_ceil_div(height, config.block_r) * _ceil_div(width, config.block_c), 1, 1),
+            (ceil_div(height, config.block_r) * ceil_div(width, config.block_c), 1, 1),
             (
                 *launch.embeddings(config),
                 *scalars,
@@ -342,26 +339,3 @@ class _WeightBlocks:
         if not self.launch.tma:
             return self.buffer
         return TensorDescriptor.from_tensor(self.buffer, [self.config.block_r, self.config.block_c // 2])
-
-
-def _ceil_div(total: int, part: int) -> int:
-    return -(-total // part)
-
-
-def _panel(num_rows: int, block: int, limit: int) -> int:
-    """Rows whose partial sums are held at once: a multiple of the block, or all."""
-    return num_rows if num_rows <= limit else max(block, limit // block * block)
-
-
-def _strip(num_tiles: int, num_processors: int) -> int:
-    """Tiles per program: long strips store fewer partial sums, but every processor should get several strips."""
-    return max(1, min(LONGEST_STRIP, num_tiles // (8 * num_processors)))
-
-
-def _block_shape(num_rows: int, num_cols: int, elements: int) -> tuple[int, int]:
-    """Half as high as wide, in multiples of 256 unless all fits: the two products then fill the chip alike."""
-    if num_rows * (math.ceil(num_cols / 8) * 8) <= elements:
-        return num_rows, num_cols
-    width = min(num_cols, max(256, int((2 * elements) ** 0.5) // 256 * 256))
-    height = min(num_rows, max(256, elements // width // 256 * 256))
-    return height, min(num_cols, max(256, elements // height // 256 * 256))
