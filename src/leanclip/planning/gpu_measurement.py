@@ -171,8 +171,8 @@ def _loss_rate() -> float:
     rows, cols = (F.normalize(_random(16_384, 512), dim=1) for _ in range(2))
     scale = torch.full((), 14.0)
     engine = ops.implementation("auto", rows)[1]
-    took = seconds(lambda: engine.statistics(rows, cols, scale, scale, pairs=ops.Pairs(mask_positives=True)))
-    return 2 * 16_384**2 * 512 / took
+    pairs = ops.Pairs(rows, cols, mask_positives=True)
+    return 2 * 16_384**2 * 512 / seconds(lambda: engine.statistics(pairs, scale, scale))
 
 
 def _convolution_shares(matrix: float, bandwidth: float) -> dict[str, Any]:

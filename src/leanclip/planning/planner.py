@@ -11,7 +11,7 @@ from leanclip.runs.config import TrainConfig
 from leanclip.training.model_setup import model_for_run, tower_depth
 
 USABLE = 0.92  # of the memory: the allocator cannot fill every gap, CUDA and NCCL take some for themselves
-MICRO_BATCHES = (512, 128, 32, 8)  # the first that leaves half of the free memory to the batch
+MICRO_BATCHES = (512, 128, 32, 8)  # tried for the largest batch
 UNIT = 1024  # samples: a rank's share of the largest batch is a multiple
 BUCKET = 25 << 20  # bytes of the last gradients, whose averaging the backward pass cannot hide
 SUMMED = ("state", "sums", "batch norm")  # by an all-reduce; everything else is gathered
@@ -164,12 +164,14 @@ class Planner:
             data = replace(config.data, global_batch_size=share * self.ranks)
             return self.step(replace(config, data=data), micro)
 
-        sizes = (config.parallel.micro_batch,) if config.parallel.micro_batch else MICRO_BATCHES
-        for micro in sizes:
+        def leaves_half(micro: int) -> bool:
+            """Of the free memory, to the batch."""
             first = step(UNIT, micro)
-            activations = first.memory["activations"]
-            if activations <= (self.room - first.peak + activations) / 2:
-                break
+            return 2 * first.memory["activations"] <= self.room - first.peak + first.memory["activations"]
+
+        sizes = (config.parallel.micro_batch,) if config.parallel.micro_batch else MICRO_BATCHES
+        micro = next(filter(leaves_half, sizes), sizes[-1])
+        first = step(UNIT, micro)
         if first.needed > self.room:
             return 0
         slope = (step(4 * UNIT, micro).needed - first.needed) / (3 * UNIT)
