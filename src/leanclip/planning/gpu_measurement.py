@@ -171,7 +171,7 @@ def _loss_rate() -> float:
     rows, cols = (F.normalize(_random(16_384, 512), dim=1) for _ in range(2))
     scale = torch.full((), 14.0)
     engine = ops.implementation("auto", rows)[1]
-    pairs = ops.Pairs(rows, cols, mask_positives=True)
+    pairs = ops.Pairs(rows=rows, cols=cols, mask_positives=True)
     return 2 * 16_384**2 * 512 / seconds(lambda: engine.statistics(pairs, scale, scale))
 
 
