@@ -11,7 +11,6 @@ import pytest
 from PIL import Image, ImageDraw
 
 from browser import inspect_page, needs_browser
-from leanclip.errors import UserError
 from leanclip.reporting import write_report
 from leanclip.reporting.report_sections import (
     duration,
@@ -22,6 +21,7 @@ from leanclip.reporting.report_sections import (
     training_charts,
 )
 from leanclip.reporting.run_reader import read_run
+from refusal import refuses
 
 CAPTIONS = (
     "a red circle on a pale background",
@@ -140,21 +140,21 @@ def test_finished_run_shows_everything(tmp_path: Path):
 
 
 def test_key_figures_give_the_final_result_the_best_and_chance(tmp_path: Path):
-    found = figures(write_run(tmp_path))
-    assert found["Text-to-image recall@10"] == (
+    shown = figures(write_run(tmp_path))
+    assert shown["Text-to-image recall@10"] == (
         "56.7 %",
         "chance 3.9 % (15×), step 2,000, best 58.6 % at step 1,500",
     )
-    assert found["Temperature τ"] == ("0.03", "from 0.0698")
-    assert found["Time"] == ("10 min", "step 2,000 of 2,000")
-    assert found["Samples per second"][1] == "median, 3.0 % waiting for data"
+    assert shown["Temperature τ"] == ("0.03", "from 0.0698")
+    assert shown["Time"] == ("10 min", "step 2,000 of 2,000")
+    assert shown["Samples per second"][1] == "median, 3.0 % waiting for data"
 
 
 def test_evaluation_table(tmp_path: Path):
     rows = [train_row(10), eval_row(0, 0.04), eval_row(10, 0.5, zero_shot=0.25)]
     (table,) = tables(read_run(write_run(tmp_path, rows)))
     assert [row.label for row in table.rows] == ["before training", "10"]
-    assert [group.title for group in table.groups] == ["Text to image", "Image to text", "Other"]
+    assert list(table.groups) == ["Text to image", "Image to text", "Other"]
     assert [cell.text for cell in table.rows[1].cells] == [
         *("16.3 %", "37.2 %", "46.5 %"),
         *("17.5 %", "40.0 %", "50.0 %"),
@@ -290,20 +290,18 @@ def test_report_is_replaced_and_leaves_nothing_beside_it(tmp_path: Path):
     assert [path.name for path in target.parent.iterdir()] == ["a.html"]
 
 
-def test_errors_name_cause_and_remedy(tmp_path: Path):
-    with pytest.raises(UserError, match=r"no run directory at .*; give the directory"):
-        write_report(tmp_path / "absent")
-    with pytest.raises(UserError, match=r"holds no metrics.jsonl; give"):
-        write_report(tmp_path)
+def test_refusals(tmp_path: Path):
+    for path in (tmp_path / "absent", tmp_path):
+        with refuses("report.not_a_run", str(path)):
+            write_report(path)
     (tmp_path / "metrics.jsonl").write_text('{"kind": "tra')
-    with pytest.raises(UserError, match=r"no record yet; try again"):
+    with refuses("report.no_metrics", "metrics.jsonl"):
         write_report(tmp_path)
     run = write_run(tmp_path / "run", [train_row(1)])
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UserError, match=r"cannot write the report to .*folder .*; choose") as caught:
+    with refuses("report.not_writable", "folder", "--output"):
         write_report(run, tmp_path / "folder")
-    assert "\n" not in str(caught.value)
-    assert not list(tmp_path.glob(".*tmp"))
+    assert not list(tmp_path.glob(".*folder*"))
 
 
 def test_times_read_well():

@@ -1,32 +1,27 @@
-"""One self-contained HTML page for one run, or for several side by side: no network, no file beside it."""
+"""One self-contained HTML page for one run, or for several side by side: no network access, no further files."""
 
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically
 from leanclip.reporting import comparison, report_sections
-from leanclip.reporting.chart import COLOURS, Chart, draw, key
-from leanclip.reporting.confusion_table import confusion
-from leanclip.reporting.histogram_chart import draw_histograms
-from leanclip.reporting.run_reader import RunRecord, number, read_run
+from leanclip.reporting.charts import COLOURS, draw, draw_histograms
+from leanclip.reporting.report_sections import DASH, count, moment, percent, plain
+from leanclip.reporting.run_reader import RunData, number, read_run
+from leanclip.reporting.templates import templates
 
-SENDERS = {"leanclip": "leanclip", "openclip": "OpenCLIP's local loss", "disco_clip": "DisCo-CLIP"}
+IMPLEMENTATIONS = {"leanclip": "leanclip", "openclip": "OpenCLIP's local loss", "disco_clip": "DisCo-CLIP"}
 
 
 def write_report(runs: Path | Sequence[Path], output: Path | None = None) -> Path:
-    """Write the report of a run, or the comparison of several, finished or still going, and return its path.
-
-    An earlier report is replaced in one step, so a browser never loads half a page.
+    """Write the report of a run, or the comparison of several, finished or still training, and return its path.
 
     Args:
         runs: the directory that training wrote, or several of them.
-        output: where the page goes; when left out `report.html` in the run directory, or for several runs
+        output: the file to write; by default `report.html` in the run directory, or for several runs
             `comparison.html` beside the first one.
 
     Raises:
@@ -34,152 +29,103 @@ def write_report(runs: Path | Sequence[Path], output: Path | None = None) -> Pat
     """
     paths = [runs] if isinstance(runs, Path) else list(runs)
     if not 1 <= len(paths) <= COLOURS:
-        raise UserError(f"{len(paths)} runs given; a report shows one to {COLOURS} of them")
-    records = [read_run(path) for path in paths]
-    if len(records) == 1:
-        page, target = render(records[0]), output or paths[0] / "report.html"
+        raise UserError(f"{len(paths)} runs; a report shows 1 to {COLOURS}", code="report.too_many_runs")
+    data = [read_run(path) for path in paths]
+    if len(data) == 1:
+        page, target = render("report.html.j2", run_page(data[0])), output or paths[0] / "report.html"
     else:
-        page, target = render_comparison(records), output or paths[0].resolve().parent / "comparison.html"
+        page, target = render("comparison.html.j2", comparison_page(data)), output
+        target = target or paths[0].resolve().parent / "comparison.html"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Captions from the web may hold half a surrogate pair, which has no UTF-8 form.
         write_atomically(target, page.encode("utf-8", errors="replace"))
     except OSError as error:
         raise UserError(
-            f"cannot write the report to {target} ({error.strerror}); choose a file in a folder you can write to"
+            f"cannot write {target} ({error.strerror}); give another --output", code="report.not_writable"
         ) from error
     return target
 
 
-def render(run: RunRecord) -> str:
-    """The page of one run as text."""
-    return environment().get_template("report.html.j2").render(page_values(run))
+def render(template: str, values: dict[str, Any]) -> str:
+    written = moment(datetime.now(timezone.utc).isoformat())
+    return templates().get_template(template).render(values, written=written, percent=percent)
 
 
-def render_comparison(runs: Sequence[RunRecord]) -> str:
-    """The page of several runs as text."""
-    return environment().get_template("comparison.html.j2").render(comparison_values(runs))
-
-
-def environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("leanclip", "reporting"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
-def page_values(run: RunRecord) -> dict[str, Any]:
-    info = run.info
+def run_values(run: RunData) -> dict[str, Any]:
+    """What both pages show of a run."""
+    notes = run.info.get("notes")
     return {
         "name": run.name,
         "status": run.status,
-        "running": run.status == "running",
         "facts": facts(run),
-        "notes": texts(info.get("notes")),
+        "notes": [str(note) for note in notes] if isinstance(notes, list) else [],
         "problems": run.problems,
-        "progress": report_sections.progress(run),
-        "figures": report_sections.key_figures(run),
-        "training_charts": drawn(report_sections.training_charts(run)),
-        "evaluation_charts": drawn(report_sections.evaluation_charts(run)),
-        "histograms": [
-            Markup(draw_histograms(report_sections.HISTOGRAMS.get(name, name), rows))
-            for name, rows in run.histograms.items()
-        ],
-        "tables": report_sections.tables(run),
-        "confusions": [confusion(found) for found in run.zero_shot],
         "panel": run.panel if run.panel and run.panel.images else None,
         "hardest": run.panel if run.panel and run.panel.hardest else None,
+        "zero_shot": run.zero_shot,
         "traffic": traffic(run),
         "config": run.config,
-        "environment": environment_of(run),
-        "version": str(info.get("version") or ""),
-        "changed": report_sections.moment(run.changed.isoformat()),
-        "written": now(),
+        "environment": comparison.environment_of(run),
+        "version": str(run.info.get("version") or ""),
     }
 
 
-def comparison_values(runs: Sequence[RunRecord]) -> dict[str, Any]:
+def run_page(run: RunData) -> dict[str, Any]:
+    return run_values(run) | {
+        "running": run.status == "running",
+        "progress": report_sections.progress(run),
+        "figures": report_sections.key_figures(run),
+        "training_charts": list(map(draw, report_sections.training_charts(run))),
+        "evaluation_charts": list(map(draw, report_sections.evaluation_charts(run))),
+        "histograms": [
+            draw_histograms(report_sections.HISTOGRAMS.get(name, name), rows) for name, rows in run.histograms.items()
+        ],
+        "tables": report_sections.tables(run),
+        "changed": moment(run.changed.isoformat()),
+    }
+
+
+def comparison_page(runs: Sequence[RunData]) -> dict[str, Any]:
     names = comparison.names_of(runs)
-    differing, alike = comparison.differences(runs)
-    losses = {str(run.info.get("loss") or "") for run in runs}
+    differing, equal = comparison.differences(runs)
     return {
         "name": f"{len(runs)} runs compared",
         "version": str(runs[0].info.get("version") or ""),
-        "runs": [
-            {
-                "name": name,
-                "key": Markup(key(i)),
-                "status": run.status,
-                "facts": facts(run),
-                "notes": texts(run.info.get("notes")),
-                "problems": run.problems,
-                "panel": run.panel if run.panel and run.panel.images else None,
-                "hardest": run.panel if run.panel and run.panel.hardest else None,
-                "confusions": [confusion(found) for found in run.zero_shot],
-                "config": run.config,
-                "environment": environment_of(run),
-                "traffic": traffic(run),
-            }
-            for i, (name, run) in enumerate(zip(names, runs, strict=True))
-        ],
+        "runs": [run_values(run) | {"name": name} for name, run in zip(names, runs, strict=True)],
         "figures": comparison.final_figures(runs),
         "differences": differing,
-        "alike": alike,
+        "equal": equal,
         "axis": comparison.x_axis(runs).label,
-        "losses_differ": len(losses) > 1,
-        "training_charts": drawn(comparison.training_charts(runs, names)),
-        "evaluation_charts": drawn(comparison.evaluation_charts(runs, names)),
-        "histograms": drawn(comparison.histogram_charts(runs, names)),
-        "written": now(),
+        "losses_differ": len({str(run.info.get("loss") or "") for run in runs}) > 1,
+        "training_charts": list(map(draw, comparison.training_charts(runs, names))),
+        "evaluation_charts": list(map(draw, comparison.evaluation_charts(runs, names))),
+        "histograms": list(map(draw, comparison.histogram_charts(runs, names))),
     }
 
 
-def drawn(charts: Sequence[Chart]) -> list[Markup]:
-    """The charts as trusted markup: `draw` has escaped every text in it."""
-    return [Markup(draw(chart)) for chart in charts]
-
-
-def texts(value: object) -> list[str]:
-    return [str(entry) for entry in value] if isinstance(value, list) else []
-
-
-def now() -> str:
-    return report_sections.moment(datetime.now(timezone.utc).isoformat())
-
-
-def facts(run: RunRecord) -> list[tuple[str, str]]:
-    """What was trained on how much, for the line under the name; only what the run has recorded."""
+def facts(run: RunData) -> list[tuple[str, str]]:
+    """Model, data and sizes, as far as the run has recorded them."""
     info = run.info
     texts = {
         "Model": str(info.get("model") or ""),
         "Loss": str(info.get("loss") or ""),
-        "Parameters": report_sections.count(info.get("parameters")),
-        "Training samples": report_sections.count(info.get("train_samples")),
-        "Global batch": report_sections.count(info.get("global_batch")),
-        "Epochs": report_sections.plain(number(info.get("epochs"))),
-        "Weights": f"averaged, decay {report_sections.plain(number(info['ema']))}" if info.get("ema") else "",
-        "Started": report_sections.moment(info["started"]) if info.get("started") else "",
+        "Parameters": count(info.get("parameters")),
+        "Training samples": count(info.get("train_samples")),
+        "Global batch": count(info.get("global_batch")),
+        "Epochs": plain(number(info.get("epochs"))),
+        "Weights": f"averaged, decay {plain(number(info['ema']))}" if info.get("ema") else "",
+        "Started": moment(info["started"]) if info.get("started") else "",
     }
-    return [(name, text) for name, text in texts.items() if text not in ("", report_sections.DASH)]
+    return [(name, text) for name, text in texts.items() if text not in ("", DASH)]
 
 
-def environment_of(run: RunRecord) -> dict[str, str]:
-    """What the run was computed with, and on how many processes."""
-    versions = run.info.get("environment")
-    found = {str(name): str(text) for name, text in versions.items()} if isinstance(versions, dict) else {}
-    for name in ("processes", "micro_batches"):
-        text = report_sections.count(run.info.get(name))
-        if text != report_sections.DASH:
-            found[name.replace("_", "-")] = text
-    return found
-
-
-def traffic(run: RunRecord) -> list[tuple[str, str, float]]:
-    """What each process receives in a step for the loss, and would with others: name, amount, share of the most."""
-    sent = {SENDERS[name]: number(comparison.communication(run).get(name)) for name in SENDERS}
-    sent = {name: amount for name, amount in sent.items() if amount > 0}
-    most = max(sent.values(), default=1.0)
-    return [(name, f"{amount / 1e6:,.3g} MB", amount / most) for name, amount in sent.items()]
+def traffic(run: RunData) -> list[tuple[str, str, float]]:
+    """The traffic of the loss per step and process: implementation, amount, share of the largest."""
+    received = comparison.traffic(run)
+    largest = max(received.values(), default=1.0)
+    return [
+        (title, f"{received[name] / 1e6:,.3g} MB", received[name] / largest)
+        for name, title in IMPLEMENTATIONS.items()
+        if name in received
+    ]

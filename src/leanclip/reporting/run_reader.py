@@ -1,63 +1,52 @@
-"""Reads what a run has written so far; whatever is not there yet is empty, not an error."""
+"""Reads the files that a run has written so far. A missing file gives an empty part; an unreadable one, a problem."""
 
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, TypeVar, cast
 
 from leanclip.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The metrics of one evaluation; NaN where the run recorded no finite number."""
+    """The metrics of one evaluation; NaN if the run recorded no finite number."""
 
     step: int
     epoch: float
     set: str
     metrics: Mapping[str, float]
 
+    def value(self, key: str) -> float:
+        return self.metrics.get(key, math.nan)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
+    """A caption and its score; a hard negative has its image too, in base64."""
+
     caption: str
     score: float
     correct: bool
+    image: str
+    media: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class PanelImage:
-    """One held-out image, base64 in `image`, and the captions the model finds closest, best first."""
+    """A held-out image, in base64, and the captions with the highest scores, or its hardest negatives."""
 
     image: str
     media: str
     caption: str
+    score: float  # of its best correct caption
     matches: tuple[Match, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Negative:
-    """A wrong caption and the picture it belongs to, base64 in `image`."""
-
-    image: str
-    media: str
-    caption: str
-    score: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class HardImage:
-    """An image that the model confuses with others: `score` is its best right caption's."""
-
-    image: str
-    media: str
-    caption: str
-    score: float
-    negatives: tuple[Negative, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,50 +54,71 @@ class Panel:
     step: int
     set: str
     images: tuple[PanelImage, ...]
-    hardest: tuple[HardImage, ...]
+    hardest: tuple[PanelImage, ...]
 
     @property
-    def found(self) -> int:
-        """How many images have a right caption among the shown ones."""
-        return sum(any(m.correct for m in image.matches) for image in self.images)
+    def correct(self) -> int:
+        """How many images have a correct caption among those shown."""
+        return sum(any(match.correct for match in image.matches) for image in self.images)
 
     @property
     def top_score(self) -> float:
-        """The scale of the score bars: the highest score, one when no score is above zero."""
+        """The scale of the score bars."""
         return max((m.score for image in self.images for m in image.matches if m.score > 0), default=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HistogramAt:
-    """How a number of all samples was spread at a step: `counts[i]` of them between `edges[i]` and `edges[i + 1]`."""
+class Histogram:
+    """A per-sample quantity at a step: `counts[i]` samples lie between `edges[i]` and `edges[i + 1]`."""
 
     step: int
     edges: tuple[float, ...]
     counts: tuple[int, ...]
-    absent: int  # samples without a number
+    absent: int  # samples without a value
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroShot:
-    """How a set was classified: `confusion` counts, a row per true class and a column per predicted one."""
+    """A classified set: `confusion` has a row per true class and a column per predicted one."""
 
     set: str
     classnames: tuple[str, ...]
     confusion: tuple[tuple[int, ...], ...]
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     note: str
+
+    @property
+    def recalls(self) -> list[tuple[str, float]]:
+        """The recall of every class that has images, the lowest first."""
+        recalls = [(n, row[i] / sum(row)) for i, (n, row) in enumerate(self.rows) if sum(row)]
+        return sorted(recalls, key=lambda entry: entry[1])
+
+    @property
+    def rows(self) -> list[tuple[str, tuple[int, ...]]]:
+        return list(zip(self.classnames, self.confusion, strict=True))
+
+    @property
+    def confusions(self) -> list[tuple[str, str, int, float]]:
+        """True class, predicted class, images and their share of the class, the most frequent first."""
+        wrong = (
+            (name, self.classnames[j], count, count / sum(row))
+            for i, (name, row) in enumerate(self.rows)
+            for j, count in enumerate(row)
+            if count > 0 and i != j
+        )
+        return sorted(wrong, key=lambda entry: -entry[2])
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """A run directory in memory: one training row per step, sorted, later lines having replaced earlier ones."""
+class RunData:
+    """The files of a run: one training row per step, sorted; later lines of a step replace earlier ones."""
 
     path: Path
     info: Mapping[str, Any]
     config: str
     train: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Evaluation, ...]
-    histograms: Mapping[str, tuple[HistogramAt, ...]]
+    histograms: Mapping[str, tuple[Histogram, ...]]
     panel: Panel | None
     zero_shot: tuple[ZeroShot, ...]
     problems: tuple[str, ...]
@@ -129,6 +139,21 @@ class RunRecord:
     def column(self, key: str) -> list[float]:
         return [number(row.get(key)) for row in self.train]
 
+    def finite(self, key: str) -> list[float]:
+        return [value for value in self.column(key) if math.isfinite(value)]
+
+    def table(self, key: str) -> dict[str, Any]:
+        """A part of run.json that is a table; empty if it is missing."""
+        part = self.info.get(key)
+        return {str(name): value for name, value in part.items()} if isinstance(part, dict) else {}
+
+    @property
+    def sets(self) -> list[str]:
+        return list(dict.fromkeys(evaluation.set for evaluation in self.evaluations))
+
+    def evaluations_on(self, name: str) -> list[Evaluation]:
+        return [evaluation for evaluation in self.evaluations if evaluation.set == name]
+
 
 def number(value: object) -> float:
     """The value as a float; NaN for anything that is not a finite number."""
@@ -141,89 +166,76 @@ def number(value: object) -> float:
     return result if math.isfinite(result) else math.nan
 
 
-def read_run(path: Path) -> RunRecord:
-    """Read a run directory, finished or still going.
+def read_run(path: Path) -> RunData:
+    """Read a run directory, of a finished run or of one that is still training.
 
     Raises:
         UserError: there is no such directory, or it holds no metrics.
     """
-    if not path.is_dir():
-        raise UserError(
-            f"no run directory at {path}; give the directory that training wrote (it holds metrics.jsonl)"
-        )
-    metrics = path / "metrics.jsonl"
+    metrics, config = path / "metrics.jsonl", path / "config.toml"
     if not metrics.is_file():
-        raise UserError(f"{path} holds no metrics.jsonl; give a directory that training wrote")
+        raise UserError(
+            f"no metrics.jsonl in {path}; give a run directory, such as logs/NAME", code="report.not_a_run"
+        )
     problems: list[str] = []
     train, evaluations, histograms = read_metrics(metrics, problems)
     if not train and not evaluations:
-        raise UserError(f"{metrics} holds no record yet; try again after the first logged step")
-    config = path / "config.toml"
-    return RunRecord(
+        raise UserError(f"{metrics} has no metrics yet; retry after the first logged step", code="report.no_metrics")
+    return RunData(
         path=path,
-        info=read_object(path / "run.json", problems) or {},
+        info=read_json(path / "run.json", dict, problems) or {},
         config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         train=train,
         evaluations=evaluations,
         histograms=histograms,
-        panel=read_panel(path / "panel.json", problems),
-        zero_shot=read_zero_shot(path / "zero_shot.json", problems),
+        panel=read_json(path / "panel.json", parse_panel, problems),
+        zero_shot=read_json(path / "zero_shot.json", parse_zero_shot, problems) or (),
         problems=tuple(problems),
         changed=datetime.fromtimestamp(metrics.stat().st_mtime, timezone.utc),
     )
 
 
-class Metrics(NamedTuple):
-    train: tuple[Mapping[str, Any], ...]
-    evaluations: tuple[Evaluation, ...]
-    histograms: Mapping[str, tuple[HistogramAt, ...]]
-
-
-def read_metrics(path: Path, problems: list[str]) -> Metrics:
+def read_metrics(
+    path: Path, problems: list[str]
+) -> tuple[tuple[Mapping[str, Any], ...], tuple[Evaluation, ...], Mapping[str, tuple[Histogram, ...]]]:
+    """Training rows, evaluations, and histograms by name."""
     train: dict[int, Mapping[str, Any]] = {}
     evaluations: dict[tuple[str, int], Evaluation] = {}
-    histograms: dict[str, dict[int, HistogramAt]] = {}
+    histograms: dict[str, dict[int, Histogram]] = {}
     lines = path.read_bytes().split(b"\n")
     skipped = 0
     for position, line in enumerate(lines):
-        if not line.strip():
-            continue
-        row = parse_object(line)
-        step = row.get("step") if row is not None else None
-        if row is None or not isinstance(step, int):
-            # The text after the last newline may be a line that is being written right now.
-            skipped += position < len(lines) - 1
-        elif row.get("kind") == "train":
-            train[step] = row
-        elif row.get("kind") == "eval":
-            evaluation = parse_evaluation(step, row)
-            evaluations[evaluation.set, step] = evaluation
-        elif row.get("kind") == "histogram":
-            histogram = parse_histogram(step, row)
-            if histogram is None:
-                skipped += 1
-            else:
-                histograms.setdefault(str(row.get("name")), {})[step] = histogram
+        try:
+            row = json.loads(line) if line.strip() else {"step": 0}
+            step, kind = row["step"], row.get("kind")
+            if not isinstance(step, int):
+                raise TypeError("a step is a whole number")
+            if kind == "train":
+                train[step] = row
+            elif kind == "eval":
+                evaluation = parse_evaluation(step, row)
+                evaluations[evaluation.set, step] = evaluation
+            elif kind == "histogram":
+                histograms.setdefault(str(row.get("name")), {})[step] = parse_histogram(step, row)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            skipped += position < len(lines) - 1  # the last one may be incomplete because it is being written
     if skipped:
         problems.append(f"unreadable lines of {path.name} left out: {skipped}")
-    return Metrics(
+    return (
         tuple(train[step] for step in sorted(train)),
         tuple(sorted(evaluations.values(), key=lambda e: e.step)),
-        {name: tuple(found[step] for step in sorted(found)) for name, found in histograms.items()},
+        {name: tuple(rows[step] for step in sorted(rows)) for name, rows in histograms.items()},
     )
 
 
-def parse_histogram(step: int, row: Mapping[str, Any]) -> HistogramAt | None:
-    try:
-        edges = tuple(float(edge) for edge in row["edges"])
-        counts = tuple(int(count) for count in row["counts"])
-        absent = int(row.get("absent") or 0)
-    except (KeyError, TypeError, ValueError):
-        return None
+def parse_histogram(step: int, row: Mapping[str, Any]) -> Histogram:
+    edges = tuple(float(edge) for edge in row["edges"])
+    counts = tuple(int(count) for count in row["counts"])
+    absent = int(row.get("absent") or 0)
     rising = all(low < high for low, high in itertools.pairwise(edges))
     if not counts or len(edges) != len(counts) + 1 or not rising or min(*counts, absent) < 0:
-        return None
-    return HistogramAt(step=step, edges=edges, counts=counts, absent=absent)
+        raise ValueError("no histogram")
+    return Histogram(step=step, edges=edges, counts=counts, absent=absent)
 
 
 def parse_evaluation(step: int, row: Mapping[str, Any]) -> Evaluation:
@@ -237,79 +249,57 @@ def parse_evaluation(step: int, row: Mapping[str, Any]) -> Evaluation:
     )
 
 
-def parse_object(text: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
-
-
-def read_object(path: Path, problems: list[str]) -> dict[str, Any] | None:
+def read_json(path: Path, parse: Callable[[dict[str, Any]], T], problems: list[str]) -> T | None:
+    """The file as `parse` reads it. If it has other fields than expected, a problem instead."""
     if not path.is_file():
         return None
-    value = parse_object(path.read_bytes())
-    if value is None:
+    try:
+        value = json.loads(path.read_bytes())
+        if not isinstance(value, dict):
+            raise TypeError("no table")
+        return parse(cast("dict[str, Any]", value))
+    except (KeyError, TypeError, ValueError, AttributeError):
         problems.append(f"{path.name} could not be read and was left out")
-    return value
-
-
-def read_panel(path: Path, problems: list[str]) -> Panel | None:
-    value = read_object(path, problems)
-    if value is None:
-        return None
-    try:
-        images = tuple(
-            PanelImage(
-                image=str(entry["image"]),
-                media=str(entry.get("media", "image/jpeg")),
-                caption=str(entry["caption"]),
-                matches=tuple(
-                    Match(caption=str(m["caption"]), score=number(m["score"]), correct=m["correct"] is True)
-                    for m in entry["matches"]
-                ),
-            )
-            for entry in value["images"]
-        )
-        hardest = tuple(
-            HardImage(
-                **picture(entry),
-                negatives=tuple(Negative(**picture(negative)) for negative in entry["negatives"]),
-            )
-            for entry in value.get("hardest", ())
-        )
-        return Panel(step=int(value["step"]), set=str(value.get("set", "val")), images=images, hardest=hardest)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        problems.append(f"{path.name} does not have the expected fields and was left out")
         return None
 
 
-def picture(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "image": str(entry["image"]),
-        "media": str(entry.get("media", "image/jpeg")),
-        "caption": str(entry["caption"]),
-        "score": number(entry["score"]),
-    }
-
-
-def read_zero_shot(path: Path, problems: list[str]) -> tuple[ZeroShot, ...]:
-    value = read_object(path, problems)
-    if value is None:
-        return ()
-    try:
-        return tuple(parse_zero_shot(name, entry) for name, entry in value["sets"].items())
-    except (KeyError, TypeError, ValueError, AttributeError):
-        problems.append(f"{path.name} does not have the expected fields and was left out")
-        return ()
-
-
-def parse_zero_shot(name: str, entry: Mapping[str, Any]) -> ZeroShot:
-    classnames = tuple(str(classname) for classname in entry["classnames"])
-    confusion = tuple(tuple(int(count) for count in row) for row in entry["confusion"])
-    if {len(classnames)} != {len(confusion), *(len(row) for row in confusion)}:
-        raise ValueError("one row and one column per class")
-    figures = {key: number(figure) for key, figure in entry.items() if math.isfinite(number(figure))}
-    return ZeroShot(
-        set=name, classnames=classnames, confusion=confusion, figures=figures, note=str(entry.get("note") or "")
+def parse_panel(value: Mapping[str, Any]) -> Panel:
+    return Panel(
+        step=int(value["step"]),
+        set=str(value.get("set", "val")),
+        images=tuple(parse_image(entry, "matches") for entry in value["images"]),
+        hardest=tuple(parse_image(entry, "negatives") for entry in value.get("hardest", ())),
     )
+
+
+def parse_image(entry: Mapping[str, Any], captions: str) -> PanelImage:
+    matches = tuple(
+        Match(
+            caption=str(match["caption"]),
+            score=number(match["score"]),
+            correct=match.get("correct") is True,
+            image=str(match.get("image", "")),
+            media=str(match.get("media", "image/jpeg")),
+        )
+        for match in entry[captions]
+    )
+    return PanelImage(
+        image=str(entry["image"]),
+        media=str(entry.get("media", "image/jpeg")),
+        caption=str(entry["caption"]),
+        score=number(entry.get("score")),
+        matches=matches,
+    )
+
+
+def parse_zero_shot(value: Mapping[str, Any]) -> tuple[ZeroShot, ...]:
+    sets: list[ZeroShot] = []
+    for name, entry in value["sets"].items():
+        classnames = tuple(str(classname) for classname in entry["classnames"])
+        confusion = tuple(tuple(int(count) for count in row) for row in entry["confusion"])
+        if {len(classnames)} != {len(confusion), *(len(row) for row in confusion)}:
+            raise ValueError("one row and one column per class")
+        metrics = {key: number(figure) for key, figure in entry.items() if math.isfinite(number(figure))}
+        note = str(entry.get("note") or "")
+        sets.append(ZeroShot(set=name, classnames=classnames, confusion=confusion, metrics=metrics, note=note))
+    return tuple(sets)
