@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leanclip.data.order import BlockPermutation, Order, Permutation, SplitVisits, UniformVisits, WeightedVisits
+from leanclip.data.order import BlockPermutation, Order, Permutation, SplitVisits, WeightedVisits
 from leanclip.data.source import Part
 
 KINDS = pytest.mark.parametrize("kind", [Permutation, BlockPermutation])
@@ -62,7 +62,7 @@ def test_a_large_epoch_is_mixed(kind):
 
 
 def test_the_order_of_a_huge_epoch_takes_no_memory():
-    order = Order(UniformVisits(400_000_000), batch=4096, seed=0)
+    order = Order(WeightedVisits([Part(0, 400_000_000, 1.0)]), batch=4096, seed=0)
     order.batch_ids(0, 0)
     tracemalloc.start()
     ids, _ = order.batch_ids(7, 97_000)
@@ -73,7 +73,7 @@ def test_the_order_of_a_huge_epoch_takes_no_memory():
 
 def test_neighbours_stay_together_in_blocks():
     size = 1_000_000
-    order = Order(UniformVisits(size), batch=32 * 1024, seed=0, shuffle="blocks")
+    order = Order(WeightedVisits([Part(0, size, 1.0)]), batch=32 * 1024, seed=0, shuffle="blocks")
     ids = np.sort(order.batch_ids(0, 0)[0])
     assert (np.diff(ids) > 1).sum() <= 33  # 32 runs of neighbours, one perhaps cut by the end of the ids
 
@@ -112,7 +112,9 @@ def test_weighted_sources_are_visited_by_their_factors(counts, factors, batch, e
         assert len(set(distinct)) == len(distinct)
 
 
-@pytest.mark.parametrize("visits", [UniformVisits(103), WeightedVisits([Part(0, 40, 2.0), Part(40, 100, 1.0)])])
+@pytest.mark.parametrize(
+    "visits", [WeightedVisits([Part(0, 103, 1.0)]), WeightedVisits([Part(0, 40, 2.0), Part(40, 100, 1.0)])]
+)
 def test_replacements_of_different_slots_are_disjoint(visits):
     order = Order(visits, batch=10, seed=4)
     for step in range(order.steps):

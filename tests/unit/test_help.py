@@ -87,7 +87,7 @@ def test_help_fits_the_terminal(capsys, monkeypatch, columns):
     assert max(len(line) for line in texts) <= min(columns, 100)
     assert max(len(line.strip()) for line in texts) > 25
     words = " ".join(line.strip() for line in flags["--train-data"])
-    assert "or URLs of that form (s3://, gs://, https://); several with :: between them." in words
+    assert "or URLs of these forms (s3://, gs://, https://); separate several with ::." in words
 
 
 def test_help_of_positional_arguments(capsys, monkeypatch):

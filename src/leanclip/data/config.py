@@ -47,30 +47,30 @@ class DataConfig:
     """Accepted for FastCLIP's command lines and ignored: leanclip counts the samples."""
 
     def __post_init__(self) -> None:
-        if self.batch_size is not None and self.global_batch_size is not None:
-            raise ValueError(
-                "--batch-size (per process) and --global-batch-size (all processes) exclude each other; give one"
-            )
-        for name in ("batch_size", "global_batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if not 0 <= self.val_split < 1:
-            raise ValueError(f"val_split is {self.val_split}; give a share in [0, 1)")
-        if self.val_split and self.val_data:
-            raise ValueError("--val-split and --val-data exclude each other; give one")
-        if self.val_split and self.shuffle == "blocks":
-            raise ValueError("--val-split does not work with --shuffle blocks; hold out with --val-data")
-        if not 0 <= self.max_broken <= 1:
-            raise ValueError(f"max_broken is {self.max_broken}; give a share in [0, 1]")
-        if self.upsampling_factors is not None and not all(
-            math.isfinite(factor) and factor > 0 for factor in self.upsampling_factors
-        ):
-            raise ValueError(
-                f"train_data_upsampling_factors is {self.train_data_upsampling_factors!r}; give numbers, as 2::1"
-            )
-        if self.workers < 0:
-            raise ValueError(f"workers is {self.workers}; it must be 0 or more")
+        factors = self.upsampling_factors or []
+        problems = {
+            "--batch-size (per process) and --global-batch-size (all processes) exclude each other; give one": (
+                self.batch_size is not None and self.global_batch_size is not None
+            ),
+            f"batch_size is {self.batch_size}; it must be at least 1": self.batch_size is not None
+            and self.batch_size < 1,
+            f"global_batch_size is {self.global_batch_size}; it must be at least 1": (
+                self.global_batch_size is not None and self.global_batch_size < 1
+            ),
+            f"val_split is {self.val_split}; give a share in [0, 1)": not 0 <= self.val_split < 1,
+            "--val-split and --val-data exclude each other; give one": self.val_split and self.val_data,
+            "--val-split does not work with --shuffle blocks; hold out with --val-data": (
+                self.val_split and self.shuffle == "blocks"
+            ),
+            f"max_broken is {self.max_broken}; give a share in [0, 1]": not 0 <= self.max_broken <= 1,
+            f"train_data_upsampling_factors is {self.train_data_upsampling_factors!r}; give numbers, as 2::1": (
+                not all(math.isfinite(factor) and factor > 0 for factor in factors)
+            ),
+            f"workers is {self.workers}; it must be 0 or more": self.workers < 0,
+        }
+        for message, applies in problems.items():
+            if applies:
+                raise ValueError(message)
 
     @property
     def upsampling_factors(self) -> list[float] | None:

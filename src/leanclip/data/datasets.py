@@ -9,7 +9,7 @@ import numpy as np
 from leanclip.data import synthetic
 from leanclip.data.config import DataConfig
 from leanclip.data.csv_table import Table
-from leanclip.data.order import SplitVisits, UniformVisits, Visits, WeightedVisits
+from leanclip.data.order import SplitVisits, Visits, WeightedVisits
 from leanclip.data.shards import Shards
 from leanclip.data.source import BrokenCount, Manifest, Source
 from leanclip.errors import UserError
@@ -52,9 +52,8 @@ def open_datasets(config: DataConfig, *, seed: int, manifest: Manifest | None = 
     source = _train_source(config, manifest)
     BrokenCount(config.max_broken).add(len(source), source.broken)
     _explain_ignored_counts(config, source)
-    weighted = any(part.factor != 1 for part in source.parts)
     if config.val_split:
-        if weighted:
+        if any(part.factor != 1 for part in source.parts):
             raise UserError(
                 "--val-split does not work with --train-data-upsampling-factors; hold out with --val-data",
                 code="data.split_weighted",
@@ -67,8 +66,7 @@ def open_datasets(config: DataConfig, *, seed: int, manifest: Manifest | None = 
         split = _split(len(source), config.val_split, seed)
         return Datasets(TrainingSet(source, split), Subset(source, split.held_out_ids()), _note(config))
     val, note = open_validation(config, seed=seed)
-    visits = WeightedVisits(source.parts) if weighted else UniformVisits(len(source))
-    return Datasets(TrainingSet(source, visits), val, note)
+    return Datasets(TrainingSet(source, WeightedVisits(source.parts)), val, note)
 
 
 def open_validation(

@@ -38,14 +38,10 @@ Transform = Callable[[bytes, random.Random | None], Tensor]  # evaluation passes
 class Preprocess(Protocol):
     """The input that a model expects: open_clip's PreprocessCfg."""
 
-    @property
-    def size(self) -> int | tuple[int, int]: ...
-    @property
-    def interpolation(self) -> str: ...
-    @property
-    def resize_mode(self) -> str: ...
-    @property
-    def fill_color(self) -> int: ...
+    size: int | tuple[int, int]
+    interpolation: str
+    resize_mode: str
+    fill_color: int
 
 
 class Box(NamedTuple):
@@ -173,20 +169,14 @@ def decoding() -> Iterator[None]:
         raise BrokenSample("image", first_line(error)) from error
 
 
-class ImageFacts(NamedTuple):
-    width: int
-    height: int
-    format: str  # Pillow's name: JPEG, PNG, WEBP, ...
-
-
-def examine(content: bytes) -> ImageFacts:
-    """Check that an image decodes, a JPEG at an eighth of its size; BrokenSample if it does not."""
+def examine(content: bytes) -> tuple[int, int, str]:
+    """Width, height and format of an image that decodes, a JPEG at an eighth of its size; else BrokenSample."""
     image = open_image(content)
-    facts = ImageFacts(*image.size, image.format or "")
+    width, height = image.size
     with decoding():
         image.draft(None, (1, 1))
         image.load()
-    return facts
+    return width, height, image.format or ""
 
 
 def decode_image(source: Source, index: int) -> Image.Image:

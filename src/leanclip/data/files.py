@@ -78,11 +78,8 @@ class OpenFiles:
         self._process = os.getpid()
         self._systems: dict[str, Any] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OpenFiles, ()
 
     def read(self, file: FileStat, offset: int, length: int) -> bytes:
         """Up to `length` bytes; fewer at the end. OSError if the file is missing or has changed."""

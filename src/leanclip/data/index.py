@@ -17,9 +17,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -57,24 +56,11 @@ class ShardRows:
         return _map_rows, (self.path, len(self.table), self.start, self.stop)
 
 
-@dataclass(frozen=True)
-class IndexedShard:
+class IndexedShard(NamedTuple):
     file: FileStat
     rows: ShardRows
     broken: Counter[str]
     stamp: int
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A shard in the JSON text of an index file."""
-
-    size: int
-    version: str
-    start: int
-    count: int
-    stamp: int
-    broken: dict[str, int]
 
 
 def open_index(files: list[FileStat]) -> list[IndexedShard]:
@@ -200,31 +186,36 @@ def _scan_shard(file: FileStat) -> IndexedShard:
 
 def _load(path: Path, files: list[FileStat]) -> dict[str, IndexedShard]:
     """The shards that the index file holds in their present version."""
-    entries, table = _read(path)
-    shards = {}
-    for file in files:
-        entry = entries.get(file.name)
-        if entry is not None and (entry.size, entry.version) == (file.size, file.version):
-            rows = ShardRows(table, entry.start, entry.start + entry.count, path)
-            shards[file.path] = IndexedShard(file, rows, Counter(entry.broken), entry.stamp)
-    return shards
+    stored = _read(path)
+    return {
+        file.path: stored[file.name]._replace(file=file)
+        for file in files
+        if file.name in stored and file._replace(path=file.name) == stored[file.name].file
+    }
 
 
-def _read(path: Path) -> tuple[dict[str, _Entry], np.ndarray]:
-    """The entries and the table of an index file; empty if it is missing, damaged or of another version."""
-    table = np.zeros((0, COLUMNS), np.uint32)
+def _read(path: Path) -> dict[str, IndexedShard]:
+    """The shards of an index file by name; none if it is missing, damaged or of another version."""
     try:
         with path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
-                return {}, table
+                return {}
             length = int.from_bytes(file.read(8), "little")
-            text = json.loads(file.read(min(length, path.stat().st_size)))
-        entries = {name: _Entry(**entry) for name, entry in text["shards"].items()}
-        if count := sum(entry.count for entry in entries.values()):
+            entries = json.loads(file.read(min(length, path.stat().st_size)))["shards"]
+        table = np.zeros((0, COLUMNS), np.uint32)
+        if count := sum(entry["count"] for entry in entries.values()):
             table = np.asarray(np.memmap(path, np.uint32, "r", offset=_table_offset(length), shape=(count, COLUMNS)))
+        return {
+            name: IndexedShard(
+                FileStat(name, entry["size"], entry["version"]),
+                ShardRows(table, entry["start"], entry["start"] + entry["count"], path),
+                Counter(entry["broken"]),
+                entry["stamp"],
+            )
+            for name, entry in entries.items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}, table
-    return entries, table
+        return {}
 
 
 def _table_offset(text_length: int) -> int:
@@ -232,33 +223,29 @@ def _table_offset(text_length: int) -> int:
 
 
 def _map_rows(path: Path, table_length: int, start: int, stop: int) -> ShardRows:
-    table = _read(path)[1]
-    if len(table) != table_length:
+    table = next((shard.rows.table for shard in _read(path).values()), None)
+    if table is None or len(table) != table_length:
         raise UserError(f"{path} changed while the data were opened; start again", code="data.index_changed")
     return ShardRows(table, start, stop, path)
 
 
 def _save(path: Path, scanned: dict[str, IndexedShard]) -> None:
     """Write the scanned shards and those of the present index file whose shards still exist."""
-    new = {shard.file.name: shard for shard in scanned.values()}
-    old, table = _read(path)
-    entries = {
-        name: (entry, table[entry.start : entry.start + entry.count])
-        for name, entry in old.items()
-        if name not in new and (path.name != INDEX_NAME or (path.parent / name).exists())
-    }
-    for name, shard in new.items():
-        entry = _Entry(shard.file.size, shard.file.version, 0, len(shard.rows), shard.stamp, dict(shard.broken))
-        entries[name] = entry, shard.rows.table
-    start, described = 0, {}
-    for name, (entry, rows) in entries.items():
-        described[name] = asdict(replace(entry, start=start))
+    shards = {
+        name: shard for name, shard in _read(path).items() if path.name != INDEX_NAME or (path.parent / name).exists()
+    } | {shard.file.name: shard for shard in scanned.values()}
+    entries, start = {}, 0
+    for name, (file, rows, broken, stamp) in shards.items():
+        entries[name] = {
+            "size": file.size, "version": file.version, "start": start, "count": len(rows), "stamp": stamp,
+            "broken": dict(broken),
+        }  # fmt: skip
         start += len(rows)
-    text = json.dumps({"shards": described}).encode()
+    text = json.dumps({"shards": entries}).encode()
     head = MAGIC + len(text).to_bytes(8, "little") + text
     # If the disk is full, the next start scans again.
     with contextlib.suppress(OSError), atomic_path(path) as temporary, temporary.open("wb") as file:
         file.write(head.ljust(_table_offset(len(text)), b"\0"))
-        for _, rows in entries.values():
-            file.write(np.ascontiguousarray(rows).data)
+        for shard in shards.values():
+            file.write(np.ascontiguousarray(shard.rows.table[shard.rows.start : shard.rows.stop]).data)
             ACTIVITY.still_working()

@@ -6,16 +6,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from leanclip.data.batch import Batch
 from leanclip.data.decode import Transform, naming, training_sample
-from leanclip.data.order import Order, Shuffle, UniformVisits, Visits, sample_seed
+from leanclip.data.order import Order, Shuffle, Visits, WeightedVisits, sample_seed
 from leanclip.data.source import MAX_EXAMPLES, BrokenSample, Source
 from leanclip.errors import UserError
 
@@ -26,7 +27,7 @@ PARENT_POLL_SECONDS = 1.0
 class TrainingLoader:
     """The training batches of each epoch. Its position is (epoch, step), and it can start at any without reading.
 
-    `visits` defaults to every sample once per epoch. `batch` is the global batch size, `share` the slice of each
+    `visits` defaults to the parts of the source. `batch` is the global batch size, `share` the slice of each
     global batch that this process reads, by default all of it. `end_of_text` maps tokens to caption lengths, for
     models that skip the padding.
     """
@@ -46,7 +47,7 @@ class TrainingLoader:
         shuffle: Shuffle = "all",
         end_of_text: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        visits = UniformVisits(len(source)) if visits is None else visits
+        visits = WeightedVisits(source.parts) if visits is None else visits
         if len(visits) < batch:
             raise UserError(
                 f"{len(visits)} training samples do not fill one batch of {batch}; give a smaller --batch-size",
@@ -54,12 +55,12 @@ class TrainingLoader:
             )
         self.batch = batch
         self.order = Order(visits, batch=batch, seed=seed, shuffle=shuffle)
-        self._sampler = _StepSampler()
+        self._steps: list[tuple[int, int]] = []  # of the current epoch; replaced in place, so that the workers stay
         batches = _TrainingBatches(
             source, self.order, slice(0, batch) if share is None else share, transform, tokenizer, seed, end_of_text
         )
         self._loader = _data_loader(
-            batches, sampler=self._sampler, workers=workers, pin_memory=pin_memory, persistent_workers=workers > 0
+            batches, sampler=self._steps, workers=workers, pin_memory=pin_memory, persistent_workers=workers > 0
         )
 
     @property
@@ -68,7 +69,7 @@ class TrainingLoader:
 
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from step `start` on."""
-        self._sampler.steps = [(epoch, step) for step in range(start, self.steps_per_epoch)]
+        self._steps[:] = [(epoch, step) for step in range(start, self.steps_per_epoch)]
         yield from _raise_errors(self._loader)
 
 
@@ -77,19 +78,6 @@ class _Loader(DataLoader):
 
     def check_worker_number_rationality(self) -> None:
         pass
-
-
-class _StepSampler(Sampler):
-    """The steps of the current epoch. Setting them for each epoch keeps the worker processes alive."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, int]] = []
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(self.steps)
-
-    def __len__(self) -> int:
-        return len(self.steps)
 
 
 @dataclass(frozen=True)
@@ -117,7 +105,9 @@ class _TrainingBatches(Dataset):
         examples: list[str] = []
         self.source.prefetch([index for index in ids[self.share].tolist() if index >= 0])
         for slot in range(*self.share.indices(self.order.batch)):
-            for index, copy in self._candidates(epoch, step, slot, int(ids[slot]), int(copies[slot])):
+            sample = [(int(ids[slot]), int(copies[slot]))] if ids[slot] >= 0 else []
+            replacements = ((index, 0) for index in self.order.replacements(epoch, step, slot))
+            for index, copy in chain(sample, replacements):
                 seed = sample_seed(self.seed, epoch, index, copy)
                 try:
                     image, caption = training_sample(self.source, index, self.transform, seed=seed)
@@ -145,12 +135,6 @@ class _TrainingBatches(Dataset):
             broken=dict(broken),
             examples=tuple(examples),
         )
-
-    def _candidates(self, epoch: int, step: int, slot: int, index: int, copy: int) -> Iterator[tuple[int, int]]:
-        if index >= 0:
-            yield index, copy
-        for replacement in self.order.replacements(epoch, step, slot):
-            yield replacement, 0
 
 
 @dataclass(frozen=True)

@@ -83,25 +83,15 @@ def _hash(values: np.ndarray) -> np.ndarray:
 class Visits(Protocol):
     """The visits of one epoch before shuffling: `len` slots, each with a sample id and a copy number.
 
-    `at` gives the ids and the copy numbers of slots. Among the slots of copy 0, every id occurs at most once.
+    `at` gives the ids and the copy numbers of slots. Among the slots of copy 0, every id occurs at most once;
+    `repeats` if there are other copies.
     """
+
+    repeats: bool = False
 
     def __len__(self) -> int: ...
 
     def at(self, slots: np.ndarray, *, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]: ...
-
-
-class UniformVisits(Visits):
-    """Each of `count` ids once."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def at(self, slots: np.ndarray, *, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        return slots, np.zeros_like(slots)
 
 
 class SplitVisits(Visits):
@@ -133,6 +123,7 @@ class WeightedVisits(Visits):
             for copy in range(-(-visits // count) if count else 0):
                 self.copies.append((part.start, count, copy))
                 sizes.append(min(visits - copy * count, count))
+        self.repeats = any(copy for _, _, copy in self.copies)
         self.sizes = np.array(sizes, np.int64)
         self.ends = np.cumsum(self.sizes)
 
@@ -156,7 +147,6 @@ class Order:
 
     def __init__(self, visits: Visits, *, batch: int, seed: int, shuffle: Shuffle = "all") -> None:
         self.visits, self.batch, self.seed, self.shuffle = visits, batch, seed, shuffle
-        self.repeats = isinstance(visits, WeightedVisits)
 
     @property
     def steps(self) -> int:
@@ -166,7 +156,7 @@ class Order:
     def batch_ids(self, epoch: int, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The ids of a global batch and their copy numbers. A repeated id within the batch becomes -1."""
         ids, copies = self._at(epoch, np.arange(step * self.batch, (step + 1) * self.batch))
-        if self.repeats:
+        if self.visits.repeats:
             first = np.zeros(self.batch, bool)
             first[np.unique(ids, return_index=True)[1]] = True
             ids = np.where(first, ids, -1)
@@ -177,7 +167,7 @@ class Order:
 
         Different slots of a batch get different ids, so the ranks need no communication.
         """
-        used = set(self.batch_ids(epoch, step)[0].tolist()) if self.repeats else set()
+        used = set(self.batch_ids(epoch, step)[0].tolist()) if self.visits.repeats else set()
         later = ((step + distance) % self.steps * self.batch + slot for distance in range(1, self.steps))
         dropped = range(self.steps * self.batch + slot, len(self.visits))[:1]
         for position in chain(later, dropped):

@@ -8,9 +8,7 @@ from typing import NamedTuple, Protocol
 
 from leanclip.errors import UserError, first_line
 
-Manifest = list[dict[str, str | int]]
-"""The files that fix the sample ids of a run, in the order of the ids."""
-
+Manifest = list[dict[str, str | int]]  # the files that fix the sample ids of a run, in the order of the ids
 MIN_COUNTED_SAMPLES = 1000  # the broken share is taken of at least this many, so that one early sample stops nothing
 MAX_EXAMPLES = 3  # messages kept for each count of broken samples
 
@@ -27,10 +25,9 @@ class BrokenSample(Exception):  # noqa: N818 - the loader handles it, it is not 
 
 
 class BrokenCount:
-    """How many samples were read and how many of them were broken, by kind."""
+    """How many samples were read and how many of them were broken, by kind; a resumed run gives its counts."""
 
     def __init__(self, max_share: float, *, seen: int = 0, kinds: Mapping[str, int] | None = None) -> None:
-        """`seen` and `kinds` are the counts of a resumed run."""
         self.max_share, self.seen = max_share, seen
         self.kinds: Counter[str] = Counter(kinds or {})
         self.examples: list[str] = []
@@ -114,8 +111,7 @@ def pick_caption(captions: list[str], weights: Sequence[float] | None, rng: rand
 class Packable(Source):
     """A source that `leanclip data pack` can read. Its files belong to the user and may change between two runs."""
 
-    notes: tuple[str, ...] = ()
-    """Remarks for the summary."""
+    notes: tuple[str, ...] = ()  # for the summary
 
     def identity(self) -> str:
         """Changes when the files that list the samples change, or the columns that are read."""

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, read_image
 from leanclip.errors import UserError, first_line
@@ -95,54 +96,39 @@ def _refuse_unreadable(error: OSError) -> None:
 
 def _read_list(path: Path) -> Iterator[tuple[str, list[str]]]:
     """The image names and captions of a list, in its order; a name may occur several times."""
+    number = 0
     try:
         text = path.read_text("utf-8-sig")
+        for row in _json_rows(text) if path.suffix == ".jsonl" else _table_rows(path, text):
+            number += 1
+            name = next(str(row[key]) for key in IMAGE_KEYS if row.get(key) is not None)
+            captions = next(row[key] for key in CAPTION_KEYS if row.get(key) is not None)
+            captions = captions if isinstance(captions, list) else [captions]
+            # Flickr8k numbers the captions of an image
+            yield re.sub(r"#\d+$", "", name.strip()), [str(caption) for caption in captions]
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8; convert it (iconv -t UTF-8)", code="data.not_utf8") from error
-    rows = _json_rows(path, text) if path.suffix == ".jsonl" else _table_rows(path, text)
-    for name, captions in rows:
-        yield re.sub(r"#\d+$", "", name), captions  # Flickr8k numbers the captions of an image
+    except (ValueError, AttributeError, StopIteration, csv.Error) as error:
+        raise UserError(
+            f"{path}, row {max(number, 1)}: expected an image ({IMAGE_KEYS[0]}) and a caption ({CAPTION_KEYS[0]});"
+            " double a quote inside quotes",
+            code="pack.bad_list",
+        ) from error
 
 
-def _json_rows(path: Path, text: str) -> Iterator[tuple[str, list[str]]]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            name = next(str(row[key]) for key in IMAGE_KEYS if key in row)
-            captions = next(row[key] for key in CAPTION_KEYS if key in row)
-        except (ValueError, TypeError, StopIteration) as error:
-            raise UserError(
-                f'{path}, line {number}: expected {{"file_name": ..., "caption": ...}}, got {line[:80]}',
-                code="pack.bad_list",
-            ) from error
-        yield name, [str(caption) for caption in (captions if isinstance(captions, list) else [captions])]
+def _json_rows(text: str) -> Iterator[dict[str, Any]]:
+    return (json.loads(line) for line in text.split("\n") if line.strip())
 
 
-def _table_rows(path: Path, text: str) -> Iterator[tuple[str, list[str]]]:
+def _table_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
     first = text.partition("\n")[0].strip()
     separator = "\t" if "\t" in first else ","
-    rows = (row for row in csv.reader(text.splitlines(keepends=True), delimiter=separator) if row)
+    rows = csv.reader(text.splitlines(keepends=True), delimiter=separator)
     header = [column.strip() for column in next(csv.reader([first], delimiter=separator), [])]
-    name = next((header.index(key) for key in IMAGE_KEYS if key in header), None)
-    caption = next((header.index(key) for key in CAPTION_KEYS if key in header), None)
-    if name is not None and caption is not None:
+    if set(IMAGE_KEYS) & set(header) and set(CAPTION_KEYS) & set(header):
         next(rows)
     elif path.suffix == ".txt" and separator == "\t":
-        name, caption = 0, 1
+        header = [IMAGE_KEYS[0], CAPTION_KEYS[0]]
     else:
-        raise UserError(
-            f"{path}: the first line must name the columns, such as {IMAGE_KEYS[0]} and {CAPTION_KEYS[0]}; got"
-            f" {first[:80]!r}",
-            code="pack.bad_list",
-        )
-    try:
-        for number, row in enumerate(rows, 1):
-            if len(row) <= max(name, caption):
-                raise UserError(
-                    f"{path}, row {number}: expected an image and a caption, got {row}", code="pack.bad_list"
-                )
-            yield row[name].strip(), [row[caption]]
-    except csv.Error as error:
-        raise UserError(f"{path}: {error}; double a quote inside quotes", code="pack.bad_list") from error
+        raise ValueError("no header")
+    return (dict(zip(header, row, strict=False)) for row in rows if row)
