@@ -31,7 +31,6 @@ Without any data, a run is evaluated on its own held-out data. The results of al
   leanclip evaluate logs/mine --val-data flickr8k-test.tar --zero-shot cifar10/ --imagenet-val imagenet/val
   leanclip evaluate logs/mine --zero-shot pets/ --templates prompts.txt --per-class --baseline logs/other
   leanclip evaluate ViT-B-32:laion2b.safetensors --zero-shot cifar10/ --json figures.json --csv figures.csv
-  leanclip evaluate logs/mine --suite clip_benchmark --suite-data benchmark/wds_cifar10
   torchrun --nproc-per-node 4 -m leanclip evaluate logs/mine --imagenet-val imagenet/val     (4 GPUs)
 """
 WIDTH = 120  # of a table that is not printed on a terminal
