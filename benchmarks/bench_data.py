@@ -1,7 +1,7 @@
 """Data loading: decoded and augmented samples per second and core against open_clip's webdataset pipeline, and the
 index of a large data set against `cat`.
 
-    python benchmarks/bench_data.py              # some minutes and 12 GB of temporary files
+    python benchmarks/bench_data.py              # several minutes and 12 GB of temporary files
     python benchmarks/bench_data.py --quick      # seconds; the figures mean nothing
     python benchmarks/bench_data.py --skip-index
 
@@ -44,7 +44,7 @@ from leanclip.models import create_tokenizer
 sys.modules.setdefault("pandas", ModuleType("pandas"))  # for its CSV files alone, open_clip_train imports it
 import open_clip_train.data  # noqa: E402
 
-# The stage that its comment names; its own stumbles over what webdataset 1.0 puts between two shards.
+# open_clip's own stage fails on the marks that webdataset 1.0 puts between two shards.
 open_clip_train.data.tarfile_to_samples_nothrow = getattr(webdataset, "tarfile_to_samples")(  # noqa: B009
     handler=open_clip_train.data.log_and_continue
 )
@@ -117,7 +117,7 @@ def write_photographs(directory: Path, size: tuple[int, int], samples: int, diff
     return str(directory / "{00000..00003}.tar")
 
 
-def ours(pattern: str, size: tuple[int, int], tokenizer: Callable[..., torch.Tensor]) -> Iterable[Any]:
+def leanclip_loader(pattern: str, size: tuple[int, int], tokenizer: Callable[..., torch.Tensor]) -> Iterable[Any]:
     source = Shards(pattern)
     loader = TrainingLoader(
         source, batch=BATCH, transform=TrainingTransform(size=size),
@@ -150,17 +150,17 @@ def rates(batches: Iterable[Any]) -> tuple[float, float]:
 
 def difference(contents: Iterable[bytes], size: tuple[int, int]) -> tuple[float, float]:
     """Mean and largest mean absolute difference to open_clip's pixels given the same crop, in levels of 255."""
-    found = []
+    differences = []
     for seed, content in enumerate(contents):
         image = open_image(content)
         full = image.size
         box = random_crop(full, (0.9, 1.0), random.Random(seed))
-        mine = resized_crop(image, box, size).permute(1, 2, 0).numpy().astype(float)
+        ours = resized_crop(image, box, size).permute(1, 2, 0).numpy().astype(float)
         scale = round(full[0] / image.size[0])  # after a reduction the crop lies on the grid of the reduced image
-        grid = Box(*(min(round(edge / scale) * scale, most) for edge, most in zip(box, full * 2, strict=True)))
-        theirs = Image.open(io.BytesIO(content)).convert("RGB").crop(grid)
-        found.append(np.abs(mine - np.asarray(theirs.resize(size, Image.Resampling.BICUBIC))).mean())
-    return float(np.mean(found)), float(np.max(found))
+        grid = Box(*(min(round(edge / scale) * scale, limit) for edge, limit in zip(box, full * 2, strict=True)))
+        baseline = Image.open(io.BytesIO(content)).convert("RGB").crop(grid)
+        differences.append(np.abs(ours - np.asarray(baseline.resize(size, Image.Resampling.BICUBIC))).mean())
+    return float(np.mean(differences)), float(np.max(differences))
 
 
 def bench_decoding(samples: int, different: int, repeats: int, sizes: Iterable[str]) -> list[dict[str, Any]]:
@@ -173,19 +173,19 @@ def bench_decoding(samples: int, different: int, repeats: int, sizes: Iterable[s
             measured: dict[str, list[tuple[float, float]]] = {"open_clip": [], "leanclip": []}
             for _ in range(repeats):
                 measured["open_clip"].append(rates(open_clips(pattern, size, tokenizer, samples)))
-                measured["leanclip"].append(rates(ours(pattern, size, own_tokenizer)))
+                measured["leanclip"].append(rates(leanclip_loader(pattern, size, own_tokenizer)))
             source = Shards(pattern)
-            mean, most = difference((source.image_bytes(i) for i in range(min(different, 64))), size)
+            mean, largest = difference((source.image_bytes(i) for i in range(min(different, 64))), size)
         base = statistics.median(cpu for _, cpu in measured["open_clip"])
         for loader, both in measured.items():
             wall, cpu = (statistics.median(column) for column in zip(*both, strict=True))
             row = {"what": f"decode {name}", "loader": loader, "per_second": round(wall, 1),
                    "per_cpu_second": round(cpu, 1), "ratio": round(cpu / base, 2)}  # fmt: skip
             if loader == "leanclip":
-                row |= {"difference_mean": round(mean, 3), "difference_max": round(most, 3)}
+                row |= {"difference_mean": round(mean, 3), "difference_max": round(largest, 3)}
             rows.append(row)
-            told = f"   mean {mean:.2f}/255, most {most:.2f}/255" if loader == "leanclip" else ""
-            print(f"{name:<16}{loader:<12}{wall:>11.1f}{cpu:>11.1f}{row['ratio']:>8.2f}{told}", flush=True)
+            note = f"   mean {mean:.2f}/255, largest {largest:.2f}/255" if loader == "leanclip" else ""
+            print(f"{name:<16}{loader:<12}{wall:>11.1f}{cpu:>11.1f}{row['ratio']:>8.2f}{note}", flush=True)
     return rows
 
 
@@ -206,11 +206,11 @@ def write_tars(directory: Path, samples: int, payload: int) -> int:
 
     image, caption = os.urandom(payload), b"a caption of an ordinary length, which a tar pads to 512 bytes"
     image_body, caption_body = padded(image), padded(caption)
-    each = 10_000
+    per_shard = 10_000
     written = 0
-    for shard in range(-(-samples // each)):
+    for shard in range(-(-samples // per_shard)):
         with (directory / f"{shard:05d}.tar").open("wb") as file:
-            for number in range(shard * each, min((shard + 1) * each, samples)):
+            for number in range(shard * per_shard, min((shard + 1) * per_shard, samples)):
                 file.write(header(b"%09d.jpg" % number, payload) + image_body)
                 file.write(header(b"%09d.txt" % number, len(caption)) + caption_body)
             written += file.write(bytes(1024)) + file.tell() - 1024
@@ -284,20 +284,20 @@ def main() -> None:
     rows = bench_decoding(arguments.samples, 64, arguments.repeats, arguments.sizes)
     if not arguments.skip_index:
         rows += bench_index(arguments.index_samples, arguments.index_payload)
-    facts = {
+    provenance = {
         "version": leanclip.__version__,
         "torch": torch.__version__,
         "open_clip": open_clip.__version__,
         "hardware": f"{platform.machine()} cpu, {os.cpu_count()} cores",
         "date": time.strftime("%Y-%m-%d"),
     }
-    rows = [row | facts for row in rows]
+    rows = [row | provenance for row in rows]
     measured = {row["what"] for row in rows}
-    with RESULTS.open(newline="") as file:  # what was not measured now stays
+    with RESULTS.open(newline="") as file:  # other measurements are kept
         rows += [row for row in csv.DictReader(file) if row["what"] not in measured]
-    names = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in facts]
+    names = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in provenance]
     with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*names, *facts])
+        writer = csv.DictWriter(file, [*names, *provenance])
         writer.writeheader()
         writer.writerows(rows)
     print(f"written: {RESULTS}")

@@ -47,19 +47,21 @@ def contents(photos: Path | None, size: tuple[int, int], different: int) -> list
     """JPEGs, a third of them upright, of quality 90."""
     if photos is None:
         return [photograph(*(size if number % 3 else size[::-1]), seed=number) for number in range(different)]
-    found = []
+    jpegs = []
     with tarfile.open(photos) as archive:
         for member in archive:
-            if len(found) < different and member.name.endswith(".jpg"):
+            if len(jpegs) < different and member.name.endswith(".jpg"):
                 file = archive.extractfile(member)
                 assert file is not None
-                wanted = size if len(found) % 3 else (size[1], size[0])
-                image = Image.open(file).convert("RGB").resize(wanted, Image.Resampling.BICUBIC)
-                grain = Image.effect_noise(wanted, 24).convert("RGB")  # an enlarged photograph has no fine detail
+                target_size = size if len(jpegs) % 3 else (size[1], size[0])
+                image = Image.open(file).convert("RGB").resize(target_size, Image.Resampling.BICUBIC)
+                grain = Image.effect_noise(target_size, 24).convert(
+                    "RGB"
+                )  # an enlarged photograph has no fine detail
                 target = io.BytesIO()
                 Image.blend(image, grain, 0.12).save(target, "JPEG", quality=90)
-                found.append(target.getvalue())
-    return found
+                jpegs.append(target.getvalue())
+    return jpegs
 
 
 def write_shards(directory: Path, jpegs: list[bytes], samples: int, shards: int = 8) -> str:
@@ -108,8 +110,8 @@ def train(
     if done.returncode:
         raise RuntimeError(done.stderr[-3000:])
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = [line for line in lines if line["kind"] == "train"]
-    return found[-1]["samples_per_second"], found[-1]["data_wait"]
+    steps_logged = [line for line in lines if line["kind"] == "train"]
+    return steps_logged[-1]["samples_per_second"], steps_logged[-1]["data_wait"]
 
 
 def main() -> None:
@@ -139,8 +141,10 @@ def main() -> None:
         for number, model in enumerate(arguments.model):
             loader = loader_rate(pattern, model, arguments.batch, arguments.workers, steps)
             print(f"{model}: loader alone {loader:,.0f} samples/s", flush=True)
-            given = (pattern, model, arguments.batch, arguments.workers, arguments.steps, folder / f"logs{number}")
-            rate, waited = train(*given, arguments.compile)
+            logs = folder / f"logs{number}"
+            rate, waited = train(
+                pattern, model, arguments.batch, arguments.workers, arguments.steps, logs, arguments.compile
+            )
             print(f"{model}: training {rate:,.0f} samples/s, data wait {waited:.0%}", flush=True)
             alone = loader if arguments.quick else step_rate(model, arguments, device)
             row = {
@@ -170,9 +174,9 @@ def step_rate(model: str, arguments: argparse.Namespace, device: torch.device) -
     case = bench_step.Case(model, model, arguments.batch)
     data = bench_step.Data(case, bench_step.config_of(case), device)
     provider = "leanclip" if arguments.compile == "on" else "leanclip eager"
-    found = bench_step.measure(bench_step.step_of(provider, case, data), device, seconds=2.0)
+    figures = bench_step.measure(bench_step.step_of(provider, case, data), device, seconds=2.0)
     bench_step.free()
-    return arguments.batch / found["ms_per_step"] * 1e3
+    return arguments.batch / figures["ms_per_step"] * 1e3
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def main() -> None:
     print("unseen renders of known concepts; chance 5.0%")
     if arguments.quick:
         return
-    facts = {
+    provenance = {
         "version": leanclip.__version__,
         "torch": torch.__version__,
         "hardware": f"{platform.machine()} cpu",
@@ -63,9 +63,9 @@ def main() -> None:
     }
     RESULTS.parent.mkdir(exist_ok=True)
     with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *facts])
+        writer = csv.DictWriter(file, [*rows[0], *provenance])
         writer.writeheader()
-        writer.writerows(row | facts for row in rows)
+        writer.writerows(row | provenance for row in rows)
     print(f"written to {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
 
 

@@ -105,7 +105,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.cap and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(arguments.cap * 2**30 / torch.cuda.mem_get_info()[1])
-    about = {
+    provenance = {
         "version": leanclip.__version__, "torch": torch.__version__, "model": arguments.model, "loss": arguments.loss,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "cap_gib": arguments.cap or "",
     }  # fmt: skip
@@ -119,14 +119,14 @@ def main() -> None:
         ]
         for batch, micro in cases:
             try:
-                found = measure(arguments.model, arguments.loss, batch, micro, device, arguments.steps)
+                figures = measure(arguments.model, arguments.loss, batch, micro, device, arguments.steps)
             except torch.cuda.OutOfMemoryError:
                 print(f"batch {batch}, micro-batch {micro}: does not fit")
                 free()
                 continue
             free()
-            row = about | {"mode": "direct" if micro is None else "micro-batches", "batch": batch,
-                           "micro_batch": micro or batch} | found  # fmt: skip
+            row = provenance | {"mode": "direct" if micro is None else "micro-batches", "batch": batch,
+                           "micro_batch": micro or batch} | figures  # fmt: skip
             writer.writerow(row)  # pyright: ignore[reportArgumentType]
             file.flush()
             print(f"{row['mode']:<14} batch {batch:>6} x {row['micro_batch']:>5}: "

@@ -103,20 +103,26 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--results", default=str(RESULTS))
-    given = parser.parse_args()
-    if given.quick:
-        given.model, given.batch, given.samples, given.steps, given.save_every = "leanclip-tiny", 16, 1000, 4, 2
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.model, arguments.batch, arguments.samples, arguments.steps, arguments.save_every = (
+            "leanclip-tiny",
+            16,
+            1000,
+            4,
+            2,
+        )
     values = {
-        "train_data": f"synthetic:{given.samples}", "model": given.model, "loss": given.loss,
-        "global_batch_size": given.batch, "workers": 0, "lr": 1e-5, "name": "save", "report_to": "none",
+        "train_data": f"synthetic:{arguments.samples}", "model": arguments.model, "loss": arguments.loss,
+        "global_batch_size": arguments.batch, "workers": 0, "lr": 1e-5, "name": "save", "report_to": "none",
     }  # fmt: skip
-    row = measure(values, given.steps, given.save_every)
+    row = measure(values, arguments.steps, arguments.save_every)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu ({os.cpu_count()} cores)"
     row = {"version": leanclip.__version__, "torch": torch.__version__, "device": name} | row
     print("\n".join(f"{field:<18} {row[field]}" for field in FIELDS))
-    if given.quick:
+    if arguments.quick:
         return
-    path = Path(given.results)
+    path = Path(arguments.results)
     new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:

@@ -89,7 +89,7 @@ def main() -> None:
         print(f"{row['what']:<44}{row['ms']:>10.3f} ms{row['share_of_step']:>9.2%} of the step")
     if quick:
         return
-    facts = {
+    provenance = {
         "batch": batch,
         "samples": samples,
         "gpu": torch.cuda.get_device_name(),
@@ -99,9 +99,9 @@ def main() -> None:
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with arguments.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *facts])
+        writer = csv.DictWriter(file, [*rows[0], *provenance])
         writer.writeheader()
-        writer.writerows(row | facts for row in rows)
+        writer.writerows(row | provenance for row in rows)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@
 Both get the same synthetic images and captions of 8 to 23 tokens (`one long`: one of them fills the context), on the
 device: open_clip as normalised float32 padded to the context length, leanclip as 8-bit pixels with the lengths known.
 A step is forward, loss, backward and AdamW under bf16 autocast; leanclip's also has its finite check. Memory is
-PyTorch's peak. MFU counts, for everybody, the arithmetic of the captions' own tokens (three times the forward pass),
+PyTorch's peak. MFU counts, for all alike, the arithmetic of the captions' own tokens (three times the forward pass),
 over the rate of a large bf16 matrix product measured in the same run, and over the 989 TFLOP/s of the data sheet.
 """
 
@@ -76,7 +76,7 @@ Step = Callable[[int], Any]  # the number of the captions that it takes
 
 
 class Data:
-    """The same images and captions for everybody."""
+    """The same images and captions for every provider."""
 
     def __init__(self, case: Case, config: dict[str, Any], device: torch.device) -> None:
         self.config, self.device, self.batch = config, device, case.batch
@@ -189,9 +189,9 @@ def step_of(provider: str, case: Case, data: Data) -> Step:
 def config_of(case: Case) -> dict[str, Any]:
     if isinstance(case.model, dict):
         return case.model
-    found = open_clip.get_model_config(case.model)
-    assert found is not None
-    return found
+    config = open_clip.get_model_config(case.model)
+    assert config is not None
+    return config
 
 
 def _config_file(case: Case, folder: Path) -> str:
@@ -227,17 +227,17 @@ def measure(step: Step, device: torch.device, *, seconds: float) -> dict[str, fl
     for number in range(BATCHES):
         step(number)
     wait(device)
-    each = (time.perf_counter() - began) / BATCHES
-    steps = max(BATCHES, round(seconds / each / BATCHES) * BATCHES)
+    step_seconds = (time.perf_counter() - began) / BATCHES
+    steps = max(BATCHES, round(seconds / step_seconds / BATCHES) * BATCHES)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     for number in range(steps):
         step(number % BATCHES)
     wait(device)
-    each = (time.perf_counter() - began) / steps
+    step_seconds = (time.perf_counter() - began) / steps
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    return {"ms_per_step": round(1e3 * each, 3), "peak_gib": round(peak, 2), "first_step_s": round(first, 1)}
+    return {"ms_per_step": round(1e3 * step_seconds, 3), "peak_gib": round(peak, 2), "first_step_s": round(first, 1)}
 
 
 def matmul_rate(device: torch.device) -> float:
@@ -268,10 +268,10 @@ def free() -> None:
 
 def row_of(case: Case, provider: str, device: torch.device, rate: float, seconds: float) -> dict[str, Any]:
     data = Data(case, config_of(case), device)
-    found = measure(step_of(provider, case, data), device, seconds=seconds)
-    per_second = case.batch / found["ms_per_step"] * 1e3
+    figures = measure(step_of(provider, case, data), device, seconds=seconds)
+    per_second = case.batch / figures["ms_per_step"] * 1e3
     work = data.operations()
-    return found | {
+    return figures | {
         "date": datetime.date.today().isoformat(), "version": leanclip.__version__, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "case": case.name, "provider": provider, "batch": case.batch,
