@@ -1,4 +1,4 @@
-"""What one rank of the agreement tests does: set a run up with something else than the other rank has."""
+"""One rank of the agreement tests: sets up a run that differs from that of the other rank."""
 
 from pathlib import Path
 
@@ -11,17 +11,17 @@ from leanclip.training import resolve
 
 
 def disagree(ranks, folder, what):
-    """Each host has a copy of its own, which is fine unless something about it differs."""
-    own = Path(folder) / f"host-{ranks.rank}"
-    own.mkdir()
+    """Each host has a copy of the data, which is allowed unless it differs."""
+    copy = Path(folder) / f"host-{ranks.rank}"
+    copy.mkdir()
     for number, name in enumerate("ab"):
-        write_shard(own / f"{name}.tar", sound(4 + number, start=10 * number))
+        write_shard(copy / f"{name}.tar", sound(4 + number, start=10 * number))
     names = "b,a" if what == "order" and ranks.rank == 1 else "a,b"
-    values = {"train_data": f"{own}/{{{names}}}.tar", "global_batch_size": 4, "warmup": 0}
+    values = {"train_data": f"{copy}/{{{names}}}.tar", "global_batch_size": 4, "warmup": 0}
     if what == "rate" and ranks.rank == 1:
         values["lr"] = 0.5
     try:
         resolve(override(TrainConfig(), values, "test"))
     except UserError as error:
-        return {"complaint": str(error)}
-    return {"complaint": ""}
+        return {"error": str(error)}
+    return {"error": ""}

@@ -1,4 +1,4 @@
-"""What one rank of the collectives' tests does: steps through a process group that writes everything down."""
+"""One rank of the collectives' tests: steps through a process group that records every collective."""
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ LARGE, DIM = 8192, 512
 
 
 def observe(ranks, folder):
-    """Per loss: the collectives of one step, those of the loss alone at a large batch, and our own count of them."""
+    """Per loss: the collectives of one step, those of the loss alone at a large batch, and our count of them."""
     dist.destroy_process_group()
     dist.Backend.register_backend("spy", make, devices=["cpu"])
     dist.init_process_group("spy", init_method=f"file://{folder}/spied", rank=ranks.rank, world_size=ranks.size)
@@ -33,10 +33,10 @@ def one_step(name, ranks, folder):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD([*trained, *loss.parameters()], lr=0.1)
     context = StepContext(towers=towers, loss=loss, optimizer=optimizer, global_batch=BATCH - 1)
-    mine = ranks.share(BATCH - 1)
+    share = ranks.share(BATCH - 1)
     for step in range(3):  # DDP settles its buckets in the first two
         Spy.seen.clear()
-        images, tokens, ids = (part[: BATCH - 1][mine] for part in batch(step, torch.float32))
+        images, tokens, ids = (part[: BATCH - 1][share] for part in batch(step, torch.float32))
         training_step(context, Batch(images=images, tokens=tokens, sample_ids=ids))
     return {"seen": list(Spy.seen), "parameters": sum(parameter.nbytes for parameter in trained)}
 
@@ -53,4 +53,4 @@ def large_batch(name, ranks):
     TRAFFIC_COUNTER.clear()
     with torch.no_grad():
         loss(image, text, ids)
-    return {"large": list(Spy.seen), "ledger": {key: tuple(entry) for key, entry in TRAFFIC_COUNTER.volumes.items()}}
+    return {"large": list(Spy.seen), "counted": {key: tuple(entry) for key, entry in TRAFFIC_COUNTER.volumes.items()}}

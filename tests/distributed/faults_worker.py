@@ -1,4 +1,4 @@
-"""A run on a disk of its own, in a mount namespace of its own, that fails and recovers while it trains."""
+"""A run on a separate disk, in a mount namespace, that fails and recovers during the training."""
 
 import json
 import subprocess
@@ -20,33 +20,33 @@ def main(kind, folder, choice):
     more = ("--keep-last", "2", *(["--stop-on-save-error"] if choice == "stop" else []))
     settings = Settings(steps=28, save_every=2, workers=0, precision="fp32", loss="fastclip-v3", more=more)
     with Job(settings, 2, folder, logs) as job:
-        assert job.until(lambda: (checkpoints / "last").exists()), job.said()
+        assert job.until(lambda: (checkpoints / "last").exists()), job.printed()
         break_disk(kind, disk)
-        assert job.until(lambda: "was not saved" in job.said()), job.said()
+        assert job.until(lambda: "was not saved" in job.printed()), job.printed()
         usable = str((checkpoints / "last").resolve())
-        if choice == "go on":
-            # Further steps, and saves that fail. A full disk need not have room for their lines in metrics.jsonl.
-            assert job.until(lambda: job.said().count("was not saved") >= 3), job.said()
-            mend_disk(kind, disk)
+        if choice == "continue":
+            # Further steps and failed saves, whose lines in metrics.jsonl may not fit on the disk either.
+            assert job.until(lambda: job.printed().count("was not saved") >= 3), job.printed()
+            repair_disk(kind, disk)
         codes = job.wait()
-        said = job.said()
+        printed = job.printed()
     if choice == "stop":
-        mend_disk(kind, disk)
+        repair_disk(kind, disk)
     steps = [json.loads(line)["step"] for line in (logs / "run" / "metrics.jsonl").read_text().splitlines()]
-    with Job(settings, 1, folder, logs) as again:  # whatever happened, the run can be gone on with
-        finished = again.wait()
-        said_again = again.said()
+    with Job(settings, 1, folder, logs) as resumed:
+        finished = resumed.wait()
+        printed_after = resumed.printed()
     newest = sorted(path.name for path in checkpoints.glob("step_*"))
-    (folder / "found.json").write_text(
+    (folder / "result.json").write_text(
         json.dumps(
             {
                 "codes": codes,
-                "said": said,
+                "printed": printed,
                 "steps": steps,
                 "usable": usable,
                 "newest": newest,
                 "finished": finished,
-                "said_again": said_again,
+                "printed_after": printed_after,
             }
         )
     )
@@ -56,7 +56,7 @@ def main(kind, folder, choice):
 def break_disk(kind, disk):
     if kind == "readonly":
         while subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode:
-            pass  # as long as a file is open for writing
+            pass  # fails while a file is open for writing
         return
     with (disk / "filler").open("wb", buffering=0) as filler:
         size = MIB
@@ -68,7 +68,7 @@ def break_disk(kind, disk):
                 size //= 2
 
 
-def mend_disk(kind, disk):
+def repair_disk(kind, disk):
     if kind == "readonly":
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
     else:

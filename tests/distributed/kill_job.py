@@ -1,4 +1,4 @@
-"""Runs of real processes that are killed at some moment, and what is left of them when others go on."""
+"""Runs of real processes that are killed at random moments and resumed."""
 
 import contextlib
 import json
@@ -20,7 +20,6 @@ from leanclip.checkpointing.storage import StoredTensors
 from leanclip.data.datasets import BUNDLED
 from leanclip.models import step_directories
 
-TIMEOUT = 20.0
 VOLATILE = ("seconds", "samples_per_second", "data_wait", "resident_gib", "loss_collectives", "loss_bytes")
 
 
@@ -30,31 +29,42 @@ class Settings(NamedTuple):
     loss: str = "fastclip-v2"
     precision: str = "fp64"
     workers: int = 1
+    epochs: int = 9
+    timeout: float = 20.0
     more: tuple[str, ...] = ()
 
     def arguments(self, folder, logs):
         vit = vit_file(folder, text={"context_length": 77, "vocab_size": 49408})
         return [
             "train", "--train-data", str(BUNDLED / "val-*.tar"), "--model", vit, "--global-batch-size", "18",
-            "--epochs", "9", "--max-steps", str(self.steps), "--precision", self.precision, "--device", "cpu",
-            "--workers", str(self.workers), "--loss", self.loss, "--logs", str(logs), "--name", "run",
-            "--log-every", "1", "--eval-every", "0", "--save-every", str(self.save_every), "--warmup", "2",
-            "--lr", "0.01", "--seed", "4", "--report-to", "none", "--dist-timeout", str(TIMEOUT), "--resume", "auto",
-            *self.more,
+            "--epochs", str(self.epochs), "--max-steps", str(self.steps), "--precision", self.precision,
+            "--device", "cpu", "--workers", str(self.workers), "--loss", self.loss, "--logs", str(logs),
+            "--name", "run", "--log-every", "1", "--eval-every", "0", "--save-every", str(self.save_every),
+            "--warmup", "2", "--lr", "0.01", "--seed", "4", "--report-to", "none",
+            "--dist-timeout", str(self.timeout), "--resume", "auto", *self.more,
         ]  # fmt: skip
 
 
 class Job:
     """The processes of one start of a run."""
 
-    def __init__(self, settings, size, folder, logs, environment=None):
-        port = _free_port()
+    def __init__(self, settings, size, folder, logs, *, hanging_rank=None):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
         self.folder, self.run = Path(folder), Path(logs) / "run"
         self.output = self.folder / f"output-{time.monotonic_ns()}"
         self.processes = [
             CONTEXT.Process(
                 target=_rank,
-                args=(settings.arguments(folder, logs), rank, size, port, f"{self.output}-{rank}", environment or {}),
+                args=(
+                    settings.arguments(folder, logs),
+                    rank,
+                    size,
+                    port,
+                    f"{self.output}-{rank}",
+                    rank == hanging_rank,
+                ),
             )
             for rank in range(size)
         ]
@@ -71,22 +81,22 @@ class Job:
             process.join()
 
     def wait(self, seconds=240):
-        """The exit codes of all."""
+        """The exit codes of all ranks."""
         deadline = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.1, deadline - time.monotonic()))
         codes = [process.exitcode for process in self.processes]
-        assert None not in codes, f"still running: {codes}\n{self.said()}"
+        assert None not in codes, f"still running: {codes}\n{self.printed()}"
         return codes
 
-    def said(self):
-        return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"{self.output.name}-*")))
+    def printed(self, rank="*"):
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"{self.output.name}-{rank}")))
 
     def lines(self):
         path = self.run / "metrics.jsonl"
         try:
             return path.read_bytes().count(b"\n")
-        except FileNotFoundError:  # not yet, or begun anew
+        except FileNotFoundError:  # not yet, or restarted
             return 0
 
     @property
@@ -94,55 +104,65 @@ class Job:
         return all(process.exitcode is not None for process in self.processes)
 
     def until(self, condition, seconds=120):
-        """Wait for it, or for the end of the run. Says which it was."""
+        """Wait for the condition, or for the end of the run. Returns whether it was met."""
         deadline = time.monotonic() + seconds
         while not condition():
             if self.over:
                 return False
-            assert time.monotonic() < deadline, self.said()
+            assert time.monotonic() < deadline, self.printed()
             time.sleep(0.002)
         return True
 
     def send(self, number, ranks=None):
-        """To the processes of some ranks: each with its loader's workers."""
+        """To the processes of these ranks, or of all, each with its loader workers."""
         for process in self.processes if ranks is None else [self.processes[rank] for rank in ranks]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
 
 
-def _rank(arguments, rank, size, port, output, environment):
+def _rank(arguments, rank, size, port, output, hangs):
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in the background of a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a script ignore it
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port), **environment,
+        "MASTER_PORT": str(port),
     }  # fmt: skip
     stream = Path(output).open("w", buffering=1)  # noqa: SIM115
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
     sys.stdout = sys.stderr = stream
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # as in a process that nobody forked
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked
     import faulthandler
 
     from leanclip.cli import main
 
     faulthandler.enable(stream)
+    if hangs:
+        _hang_in_third_step()
     main(arguments)
 
 
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _hang_in_third_step():
+    from leanclip.training import loop
+
+    original, steps = loop.training_step, []
+
+    def training_step(*arguments):
+        steps.append(1)
+        if len(steps) == 3:
+            time.sleep(300)
+        return original(*arguments)
+
+    loop.training_step = training_step
 
 
 KINDS = ("all", "one", "writing", "term", "usr1", "int")
 CODES = {"term": 75, "usr1": 75, "int": 130}
 
 
-def strike(job, kind, draw, steps, left):
-    """Hit a running job in one way at a random moment, with steps left for the blows to come. Says whether it ran."""
+def inject(job, kind, draw, steps, left):
+    """Kill or signal a running job at a random moment, early enough for `left` faults. Returns whether it ran."""
     if kind == "writing":
         skip = draw.randrange(2)
         seen: set[str] = set()
@@ -151,17 +171,17 @@ def strike(job, kind, draw, steps, left):
             seen.update(path.name for path in (job.run / "checkpoints").glob(".step_*.tmp"))
             return len(seen) > skip
 
-        hit = job.until(writing)
+        running = job.until(writing)
         time.sleep(draw.uniform(0, 0.03))
     else:
         line = job.lines() + draw.randrange(1, max(2, (steps - job.lines()) // left))
-        hit = job.until(lambda: job.lines() >= line)
+        running = job.until(lambda: job.lines() >= line)
         time.sleep(draw.uniform(0, 0.1))
     if kind == "one":
         job.send(signal.SIGKILL, [draw.randrange(len(job.processes))])
     else:
         job.send({"term": signal.SIGTERM, "usr1": signal.SIGUSR1, "int": signal.SIGINT}.get(kind, signal.SIGKILL))
-    return hit and not job.over
+    return running and not job.over
 
 
 class Result(NamedTuple):
@@ -171,7 +191,7 @@ class Result(NamedTuple):
 
 
 def result(logs, steps):
-    """What a finished run leaves behind, but for times and what depends on the number of processes."""
+    """The result of a finished run, without times and values that depend on the number of processes."""
     run = Path(logs) / "run"
     newest = run / "checkpoints" / f"step_{steps:08d}"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -182,7 +202,7 @@ def result(logs, steps):
         for name, value in StoredTensors.open(newest / "state").read().items()
         if not name.startswith("random.")
     }
-    assert not list((run / "checkpoints").glob(".*")), "something is left half written"
+    assert not list((run / "checkpoints").glob(".*")), "incomplete files are left"
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
     assert max(step_directories(run / "checkpoints"))[0] == steps
     return Result(tensors, metrics, {name: value for name, value in position.items() if name != "seconds"})
@@ -191,40 +211,38 @@ def result(logs, steps):
 def finish(settings, size, folder, logs):
     with Job(settings, size, folder, logs) as job:
         codes = job.wait()
-        assert codes == [0] * size, f"{codes}\n{job.said()}"
+        assert codes == [0] * size, f"{codes}\n{job.printed()}"
     return result(logs, settings.steps)
 
 
 def interrupted(settings, folder, logs, kinds, sizes, seed):
-    """A run that is hit once for each kind, begins on 2 ranks and goes on with each of the sizes; its result."""
+    """The result of a run with one fault of each kind, which starts on 2 ranks and resumes on each of the sizes."""
     draw = random.Random(seed)
-    hits = []
+    faults = []
     for number, (kind, size) in enumerate(zip(kinds, (2, *sizes), strict=False)):
         with Job(settings, size, folder, logs) as job:
-            hit = strike(job, kind, draw, settings.steps, left=len(kinds) - number)
+            running = inject(job, kind, draw, settings.steps, left=len(kinds) - number)
             codes = job.wait()
-            hits.append((kind, size, hit, codes))
-            if kind in CODES and hit and not all(code == 0 for code in codes):
-                assert codes == [CODES[kind]] * size, f"{codes}\n{job.said()}"
-    found = finish(settings, sizes[-1], folder, logs)
-    return found, hits
+            faults.append((kind, size, running, codes))
+            if kind in CODES and running and any(codes):
+                assert codes == [CODES[kind]] * size, f"{codes}\n{job.printed()}"
+    return finish(settings, sizes[-1], folder, logs), faults
 
 
-def compare(found, right, *, exact, tolerance=1e-8):
-    assert found.position == right.position
-    assert [(line["kind"], line["step"]) for line in found.metrics] == [
-        (line["kind"], line["step"]) for line in right.metrics
-    ]
-    assert found.tensors.keys() == right.tensors.keys()
+def compare(found, expected, *, exact, tolerance=1e-8):
+    assert found.position == expected.position
+    lines, expected_lines = ([(line["kind"], line["step"]) for line in run.metrics] for run in (found, expected))
+    assert lines == expected_lines
+    assert found.tensors.keys() == expected.tensors.keys()
     if exact:
-        assert found.metrics == right.metrics
-        for name, value in right.tensors.items():
+        assert found.metrics == expected.metrics
+        for name, value in expected.tensors.items():
             assert torch.equal(found.tensors[name], value), name
         return
-    for line, other in zip(found.metrics, right.metrics, strict=True):
+    for line, other in zip(found.metrics, expected.metrics, strict=True):
         if line["kind"] != "train":
             continue
         assert abs(line["loss"] - other["loss"]) <= tolerance * max(1.0, abs(other["loss"])), (line, other)
     if tolerance < 1e-7:
-        for name, value in right.tensors.items():
+        for name, value in expected.tensors.items():
             assert torch.allclose(found.tensors[name], value, rtol=tolerance, atol=tolerance), name

@@ -1,4 +1,4 @@
-"""What one rank of the resume tests does: a part of a run of six steps, in float64, without batch norm."""
+"""One rank of the resume tests: a part of a run of six steps, in float64, without batch norm."""
 
 import contextlib
 from pathlib import Path
@@ -20,7 +20,7 @@ class Killed(BaseException):
 
 
 class KilledAfter(Stopping):
-    """Ends a run in the middle, without a last checkpoint."""
+    """Ends a run without a last checkpoint."""
 
     def __init__(self, step):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A process group that writes down every collective that passes through it, whoever calls: the loss, DDP, anybody."""
+"""A process group that records every collective, of the loss, DDP or others."""
 
 import torch
 import torch.distributed as dist

@@ -1,5 +1,5 @@
-"""Everything that a step sends, caught at the process group: embeddings, scalars, ids and state, and no gradient of
-an embedding; then DDP's average of the parameters' gradients."""
+"""The collectives of a step, recorded at the process group: embeddings, scalars, ids and state, no gradient of an
+embedding, and DDP's average of the parameters' gradients."""
 
 import pytest
 from collectives_worker import DIM, LARGE, NAMES, observe
@@ -13,7 +13,7 @@ def seen(tmp_path_factory):
 
 
 def expected(name, size, dim, bytes_each):
-    """What the loss sends for a batch, largest first."""
+    """The collectives of the loss for a batch, largest first."""
     floats = 4
     gathers = [("_allgather_base", size * dim * bytes_each)] * 2
     if name == "siglip":
@@ -29,27 +29,26 @@ def expected(name, size, dim, bytes_each):
 def test_a_step_sends_no_gradient_but_the_parameters(name, seen):
     for rank in seen:
         step = rank[name]["step"]
-        own = expected(name, BATCH - 1, 16, 4)
-        loss = [call for call in step["seen"] if call in own]
-        assert sorted(loss) == sorted(own)
-        rest = [call for call in step["seen"] if call not in own]
+        of_loss = expected(name, BATCH - 1, 16, 4)
+        assert sorted(call for call in step["seen"] if call in of_loss) == sorted(of_loss)
+        rest = [call for call in step["seen"] if call not in of_loss]
         assert {operation for operation, _ in rest} == {"allreduce"}
         assert sum(size for _, size in rest) == step["parameters"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scalars_are_few_beside_the_embeddings(name, seen):
+def test_scalars_are_few_compared_with_the_embeddings(name, seen):
     for rank in seen:
-        own = expected(name, LARGE, DIM, 2)
-        together = [("_allgather_base", LARGE * 2 * DIM * 2), *own[2:]]  # without start_gather both go in one
+        separate = expected(name, LARGE, DIM, 2)
+        together = [("_allgather_base", LARGE * 2 * DIM * 2), *separate[2:]]  # one gather without start_gather
         assert sorted(rank[name]["large"]) == sorted(together)
         embeddings, *others = sorted((size for _, size in rank[name]["large"]), reverse=True)
         assert sum(others) < 0.02 * embeddings
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_ledger_agrees(name, seen):
+def test_the_traffic_counter_agrees(name, seen):
     for rank in seen:
-        calls = sum(calls for calls, _ in rank[name]["ledger"].values())
-        size = sum(size for _, size in rank[name]["ledger"].values())
+        calls = sum(calls for calls, _ in rank[name]["counted"].values())
+        size = sum(size for _, size in rank[name]["counted"].values())
         assert (calls, size) == (len(rank[name]["large"]), sum(size for _, size in rank[name]["large"]))

@@ -1,4 +1,4 @@
-"""Disks that fill up or turn read-only under a run, and checkpoints that rot."""
+"""Disks that fill up or become read-only during a run, and damaged checkpoints."""
 
 import json
 import os
@@ -13,8 +13,8 @@ from kill_job import Job, Settings, compare, finish, result
 HERE = Path(__file__).parent
 
 
-def on_its_own_disk(folder, kind, choice):
-    """What `faults_worker` found, in a mount namespace of its own."""
+def run_on_separate_disk(folder, kind, choice):
+    """The result of `faults_worker` in a mount namespace."""
     unshare = shutil.which("unshare")
     if unshare is None or sys.platform != "linux":
         pytest.skip("needs Linux and util-linux")
@@ -26,41 +26,41 @@ def on_its_own_disk(folder, kind, choice):
     command = [*namespace, sys.executable, str(HERE / "faults_worker.py"), kind, str(folder), choice]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((folder / "found.json").read_text())
+    return json.loads((folder / "result.json").read_text())
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("readonly", marks=pytest.mark.slow)])
-def test_a_run_outlives_its_disk(kind, tmp_path):
-    found = on_its_own_disk(tmp_path, kind, "go on")
-    assert found["codes"] == [0, 0], found["said"]
-    assert "No space left" in found["said"] if kind == "full" else "Read-only" in found["said"]
+def test_a_run_survives_a_failing_disk(kind, tmp_path):
+    found = run_on_separate_disk(tmp_path, kind, "continue")
+    assert found["codes"] == [0, 0], found["printed"]
+    assert "No space left" in found["printed"] if kind == "full" else "Read-only" in found["printed"]
     trained = [step for step in dict.fromkeys(found["steps"]) if step]
-    assert trained == list(range(1, 29)), "no line is missing"
+    assert trained == list(range(1, 29)), "lines are missing"
     assert "step_00000028" in found["newest"]
-    assert found["finished"] == [0] and "is finished" in found["said_again"]
+    assert found["finished"] == [0] and "is finished" in found["printed_after"]
 
 
 @pytest.mark.slow
-def test_a_run_may_stop_with_its_disk(tmp_path):
-    found = on_its_own_disk(tmp_path, "full", "stop")
-    assert found["codes"] == [2, 2], found["said"]
-    assert "was not saved" in found["said"] and "No space left" in found["said"]
-    assert found["finished"] == [0], found["said_again"]
-    assert "resumed from" in found["said_again"]
+def test_a_run_stops_on_a_save_error_if_configured(tmp_path):
+    found = run_on_separate_disk(tmp_path, "full", "stop")
+    assert found["codes"] == [2, 2], found["printed"]
+    assert "was not saved" in found["printed"] and "No space left" in found["printed"]
+    assert found["finished"] == [0], found["printed_after"]
+    assert "resumed from" in found["printed_after"]
 
 
-def test_a_flipped_bit_is_noticed_and_the_checkpoint_before_is_used(tmp_path):
+def test_a_flipped_bit_is_detected_and_the_previous_checkpoint_used(tmp_path):
     settings = Settings(steps=9, save_every=3, workers=0, loss="fastclip-v3", precision="fp32")
     logs = tmp_path / "logs"
-    right = finish(settings, 1, tmp_path, logs)
+    expected = finish(settings, 1, tmp_path, logs)
     damaged = logs / "run" / "checkpoints" / "step_00000009"
     path = next((damaged / "state").glob("*.safetensors"))
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
     with Job(settings, 1, tmp_path, logs) as job:
-        assert job.wait() == [0], job.said()
-        said = " ".join(job.said().split())
-    assert "step_00000009 is damaged" in said and "the one before it is used" in said
-    assert "step_00000006 at step 6 of 9" in said
-    compare(result(logs, 9), right, exact=True)
+        assert job.wait() == [0], job.printed()
+        printed = " ".join(job.printed().split())
+    assert "step_00000009 is damaged" in printed and "the one before it is used" in printed
+    assert "step_00000006 at step 6 of 9" in printed
+    compare(result(logs, 9), expected, exact=True)

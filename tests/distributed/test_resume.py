@@ -1,4 +1,4 @@
-"""The whole trainer on one, two and three processes, with DDP and FSDP2, from one another's checkpoints."""
+"""Training on one, two and three processes, with DDP and FSDP2, resumed from each other's checkpoints."""
 
 import json
 from pathlib import Path
@@ -41,10 +41,10 @@ def test_resume_on_other_processes(first, second, uninterrupted, tmp_path):
     for (size, parallel), stop, resume in ((first, 3, False), (second, 6, True)):
         run_ranks(train_part, size, tmp_path, logs, stop, resume, parallel)
     loss, losses, position = read(logs)
-    right_loss, right_losses, right_position = uninterrupted
+    expected_loss, expected_losses, expected_position = uninterrupted
     assert list(losses) == [1, 2, 3, 4, 5, 6]
     for step, value in losses.items():
-        assert value == pytest.approx(right_losses[step], rel=1e-8)
-    for name, table in right_loss.items():
+        assert value == pytest.approx(expected_losses[step], rel=1e-8)
+    for name, table in expected_loss.items():
         assert torch.allclose(loss[name], table, rtol=1e-8), name
-    assert {**position, "seconds": 0, "best": 0} == {**right_position, "seconds": 0, "best": 0}
+    assert {**position, "seconds": 0, "best": 0} == {**expected_position, "seconds": 0, "best": 0}

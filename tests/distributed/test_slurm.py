@@ -1,4 +1,4 @@
-"""SLURM: tasks as srun starts them train together, and the example batch files say what leanclip understands."""
+"""SLURM: tasks that srun starts train together, and the example batch files are valid."""
 
 import json
 import os
@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from test_lost_rank import processes_of
+from ranks_job import processes_where
 
 from leanclip.cli.train import parse_command
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "slurm").glob("*.sbatch"))
+EXAMPLES = [Path(__file__).parents[2] / "examples" / "slurm" / f"{name}.sbatch" for name in ("srun", "torchrun")]
 
 
 def test_tasks_of_srun_train_together(tmp_path):
@@ -41,7 +41,7 @@ def test_tasks_of_srun_train_together(tmp_path):
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_examples_are_understood(example):
+def test_examples_parse(example):
     subprocess.run(["bash", "-n", str(example)], check=True)
     text = example.read_text().replace("\\\n", " ")
     assert "#SBATCH --requeue" in text and "scontrol requeue" in text
@@ -62,8 +62,8 @@ FAKES = {
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 @pytest.mark.parametrize("stopped", [True, False])
-def test_examples_go_back_into_the_queue(example, stopped, tmp_path):
-    """With stand-ins for SLURM's programs: a job whose time is over is queued again, one that has ended is not."""
+def test_examples_requeue_stopped_jobs(example, stopped, tmp_path):
+    """With stand-ins for SLURM's programs: a preempted job is requeued, a finished one is not."""
     for name, body in FAKES.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -81,7 +81,7 @@ def test_examples_go_back_into_the_queue(example, stopped, tmp_path):
             time.sleep(0.05)
         time.sleep(0.2)
         if example.name == "srun.sbatch":  # SLURM signals the tasks, or with B: the script
-            for pid in processes_of(job.pid):
+            for pid in processes_where(3, job.pid):
                 if b"leanclip\0train" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGUSR1)
         else:
@@ -89,7 +89,3 @@ def test_examples_go_back_into_the_queue(example, stopped, tmp_path):
     code = job.wait(timeout=30)
     assert (tmp_path / "requeued").exists() == stopped
     assert (code != 0) == stopped
-
-
-def test_there_are_examples():
-    assert len(EXAMPLES) == 2

@@ -1,4 +1,4 @@
-"""Two hosts, as network namespaces of this machine, meet through torchrun's rendezvous and train."""
+"""Two hosts, as network namespaces of this machine, train together through torchrun's rendezvous."""
 
 import json
 import os
