@@ -1,8 +1,8 @@
 """The averaged weights on several processes."""
 
 import torch
-from bad_numbers_worker import poisoned_with
-from ema_worker import embedded_around_an_evaluation
+from nonfinite_worker import poisoned_with
+from weight_average_worker import embedded_around_an_evaluation
 from ranks_job import run_ranks
 
 from leanclip.distributed import Ranks

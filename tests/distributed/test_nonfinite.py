@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from bad_numbers_worker import poisoned_run, poisoned_with
+from nonfinite_worker import poisoned_run, poisoned_with
 from ranks_job import run_ranks
 
 from leanclip.distributed import Ranks
