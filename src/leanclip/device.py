@@ -6,17 +6,18 @@ from leanclip.errors import UserError
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of that name; a GPU if there is one where none is named."""
+    """The device with this name. Default: the GPU, or the CPU where there is none."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"unknown device {name!r}; give cpu, cuda or cuda:N") from error
+        raise UserError(f"unknown --device {name!r}; give cpu, cuda or cuda:N", code="device.unknown") from error
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"--device {name} is not supported; give cpu, cuda or cuda:N")
+        raise UserError(f"--device {name} is not supported; give cpu, cuda or cuda:N", code="device.unsupported")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {name}: PyTorch sees no GPU here; give cpu, or leave it out")
+        message = f"--device {name}: PyTorch finds no GPU; give cpu, or leave --device out"
+        raise UserError(message, code="device.no_gpu")
     return device
 
 

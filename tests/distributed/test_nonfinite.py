@@ -1,4 +1,4 @@
-"""Losses and gradients that are no numbers, in whole runs on one and two processes."""
+"""Losses and gradients that are not finite, in whole runs on one and two processes."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def trained_steps(folder):
 
 
 @pytest.mark.parametrize(("size", "settings"), [(1, {}), (2, {"on": 1, "fsdp": True})])
-def test_one_bad_step_is_skipped_and_counted(size, settings, tmp_path):
+def test_one_nonfinite_step_is_skipped_and_counted(size, settings, tmp_path):
     found = on_ranks(size, tmp_path, [5], ema=0.9, **settings)
     assert found["said"][0] == 0
     assert found["moved"] == [True] * 4 + [False] + [True] * 3  # weights, optimizer, tables, average
@@ -47,7 +47,7 @@ def test_one_bad_step_is_skipped_and_counted(size, settings, tmp_path):
 
 
 @pytest.mark.parametrize(("size", "settings"), [(1, {}), (2, {"on": 1})])
-def test_persistent_bad_steps_reload_once_then_stop_with_a_diagnosis(size, settings, tmp_path):
+def test_persistent_nonfinite_steps_reload_once_then_stop_with_a_diagnosis(size, settings, tmp_path):
     found = on_ranks(size, tmp_path, [5, 6, 7, 8], save_every=3, **settings)
     code, message = found["said"]
     path = tmp_path / "logs/run/diagnosis.json"
@@ -59,43 +59,43 @@ def test_persistent_bad_steps_reload_once_then_stop_with_a_diagnosis(size, setti
     def no_constant(name):
         raise AssertionError(f"{name} is not JSON")
 
-    told = json.loads(path.read_text(), parse_constant=no_constant)
-    assert told["step"] == 6 and told["skipped_steps"] == 4 and told["bad_steps_in_a_row"] == 2
-    assert told["loss"] == "nan" and 0 < told["tau"] < 1 and told["lr"] > 0
-    assert told["went_back_to"].endswith("step_00000003")
-    assert [len(ids) for ids in told["sample_ids"]] == ([13] if size == 1 else [7, 6])
-    image = told["gradients"]["image tower"]
+    facts = json.loads(path.read_text(), parse_constant=no_constant)
+    assert facts["step"] == 6 and facts["skipped_steps"] == 4 and facts["nonfinite_steps_in_a_row"] == 2
+    assert facts["loss"] == "nan" and 0 < facts["tau"] < 1 and facts["lr"] > 0
+    assert facts["reloaded_checkpoint"].endswith("step_00000003")
+    assert [len(ids) for ids in facts["sample_ids"]] == ([13] if size == 1 else [7, 6])
+    image = facts["gradients"]["image tower"]
     assert image["gradient_norm"] == "nan" and "visual.conv1.weight" in image["not_finite"]
-    assert told["gradients"]["text tower"]["parameters"] > 5
-    assert told["weights_not_finite"] == []
+    assert facts["gradients"]["text tower"]["parameters"] > 5
+    assert facts["weights_not_finite"] == []
 
 
 @pytest.mark.parametrize(
     ("size", "settings"), [(1, {}), pytest.param(2, {"on": 1, "fsdp": True}, marks=pytest.mark.slow)]
 )
-def test_a_fault_that_passes_leaves_no_trace(size, settings, tmp_path):
-    """After going back the run is the one that never met it, bit for bit."""
+def test_a_transient_fault_leaves_no_trace(size, settings, tmp_path):
+    """After the reload the run equals one without the fault, bit for bit."""
     settings = settings | {"save_every": 3, "ema": 0.9}
     right = on_ranks(size, tmp_path / "right", [], **settings)
     found = on_ranks(size, tmp_path / "met", [5, 6], times=1, **settings)
     assert found["said"][0] == 0
     same_state(found, right)
     own = ("seconds", "samples_per_second", "data_wait", "resident_gib", "skipped_steps")
-    told = [
+    facts = [
         [{key: value for key, value in line.items() if key not in own} for line in trained_steps(tmp_path / folder)]
         for folder in ("met", "right")
     ]
-    assert told[0] == told[1] and len(told[0]) == 8
+    assert facts[0] == facts[1] and len(facts[0]) == 8
 
 
 def test_without_a_checkpoint_it_stops_at_once(tmp_path):
     code, message = on_ranks(1, tmp_path, [2, 3], save_every=0)["said"]
-    assert code == 4 and "no checkpoint to go back to" in message
-    assert json.loads((tmp_path / "logs/run/diagnosis.json").read_text())["went_back_to"] is None
+    assert code == 4 and "no checkpoint" in message
+    assert json.loads((tmp_path / "logs/run/diagnosis.json").read_text())["reloaded_checkpoint"] is None
 
 
-def test_a_run_that_is_to_stop_does_so_though_it_goes_back(tmp_path):
-    """The signal comes at step 4, step 5 goes back to step 2: that one step more is taken, not three."""
+def test_a_run_that_gets_a_stop_signal_does_so_after_a_reload(tmp_path):
+    """The signal comes at step 4, step 5 reloads step 2: one more step is taken, not three."""
     on_ranks(1, tmp_path, [4, 5], times=1, save_every=2, stop_at=4)
     last = tmp_path / "logs/run/checkpoints/last"
     assert json.loads((last / "state.json").read_text())["position"]["step"] == 3

@@ -2,8 +2,8 @@
 
 import torch
 from nonfinite_worker import poisoned_with
-from weight_average_worker import embedded_around_an_evaluation
 from ranks_job import run_ranks
+from weight_average_worker import embedded_around_an_evaluation
 
 from leanclip.distributed import Ranks
 

@@ -8,7 +8,7 @@ from leanclip.data import Batch
 from leanclip.errors import UserError
 from leanclip.losses import LossOutput
 from leanclip.optim.loss_scale import LossScale
-from leanclip.training.nonfinite import BadSteps, write_diagnosis
+from leanclip.training.nonfinite import NonFiniteSteps, write_diagnosis
 from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
 
@@ -20,15 +20,15 @@ def verdicts(policy, steps):
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
-        ("xx.xx.", ["go on"] * 6),  # never three in a row
-        ("xxx.xxx", ["go on", "go on", "reload", "go on", "go on", "go on", "stop"]),
-        ("xxxxxx", ["go on", "go on", "reload", "go on", "go on", "stop"]),
-        ("eeeeee", ["go on"] * 6),  # the loss scale is finding its value
-        ("xexex", ["go on", "go on", "go on", "go on", "reload"]),
+        ("xx.xx.", ["continue"] * 6),  # never three in a row
+        ("xxx.xxx", ["continue", "continue", "reload", "continue", "continue", "continue", "stop"]),
+        ("xxxxxx", ["continue", "continue", "reload", "continue", "continue", "stop"]),
+        ("eeeeee", ["continue"] * 6),  # the loss scale is being adjusted
+        ("xexex", ["continue", "continue", "continue", "continue", "reload"]),
     ],
 )
 def test_reload_once_then_stop(steps, expected):
-    assert verdicts(BadSteps(3), steps) == expected
+    assert verdicts(NonFiniteSteps(3), steps) == expected
 
 
 def test_the_loss_scale_says_whether_it_could_be_lowered():
@@ -41,7 +41,7 @@ def test_the_loss_scale_says_whether_it_could_be_lowered():
 
 
 class Broken(torch.nn.Module):
-    """A loss whose value is no number while its gradient is."""
+    """A loss whose value is not finite while its gradient is."""
 
     def __init__(self):
         super().__init__()
@@ -89,17 +89,17 @@ def test_the_exit_code_is_the_errors_own(monkeypatch, capsys):
         exit_code = 4
 
     def fail(_):
-        raise OwnError("so it goes")
+        raise OwnError("a message")
 
     monkeypatch.setattr("leanclip.cli._run", fail)
     with pytest.raises(SystemExit) as stop:
         main(["train"])
-    assert stop.value.code == 4 and capsys.readouterr().err == "leanclip: so it goes\n"
+    assert stop.value.code == 4 and capsys.readouterr().err == "leanclip: a message\n"
 
 
 @pytest.mark.parametrize("flags", [["--max-bad-steps", "0"], ["--ema", "1"], ["--ema", "0"], ["--ema", "-0.5"]])
-def test_settings_that_make_no_sense_are_refused(flags, capsys):
+def test_invalid_settings_are_refused(flags, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", *flags])
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and said.count("\n") == 1 and flags[0][2:].replace("-", "_") in said
+    stderr = capsys.readouterr().err
+    assert stop.value.code == 2 and stderr.count("\n") == 1 and flags[0][2:].replace("-", "_") in stderr

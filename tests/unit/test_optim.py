@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from leanclip.errors import UserError
 from leanclip.optim import OptimConfig, create_optimizer, learning_rate, set_learning_rate, weight_decay_groups
+from refusal import refuses
 
 RESOLVED = OptimConfig(lr=0.1, wd=0.2, beta1=0.9, beta2=0.98, eps_opt=1e-6)
 
@@ -64,7 +64,7 @@ def test_settings_outside_their_range_are_refused(name, bad, good):
 
 
 def test_an_unknown_optimizer_names_the_nearest():
-    with pytest.raises(UserError, match="unknown optimizer 'lamp'; nearest: lamb"):
+    with refuses("optim.unknown", "'lamp'", "lamb"):
         create_optimizer(replace(RESOLVED, opt="lamp"), weight_decay_groups(model(), 0.1))
 
 

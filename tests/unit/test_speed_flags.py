@@ -18,6 +18,7 @@ from leanclip.errors import UserError
 from leanclip.models import ModelConfig, create_model
 from leanclip.runs import TrainConfig
 from leanclip.training.model_setup import cuda_graph_pays, uses_compile, uses_cuda_graph
+from refusal import refuses
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -42,12 +43,12 @@ def test_openclips_torchcompile_is_so_by_itself():
 
 
 @pytest.mark.parametrize("value", [True, 6])
-def test_a_file_says_it_too(value):
+def test_a_config_file_sets_it_too(value):
     assert override(TrainConfig(), {"grad_checkpointing": value}, "x.toml").parallel.grad_checkpointing is value
 
 
-def test_less_than_no_block_is_an_error():
-    with pytest.raises(UserError, match="grad_checkpointing is -1; give a number of blocks"):
+def test_a_negative_number_of_blocks_is_refused():
+    with refuses("config.bad_value", "grad_checkpointing is -1"):
         parallel("--grad-checkpointing=-1")
 
 
@@ -86,7 +87,7 @@ def test_who_records():
     assert not uses_cuda_graph(config, small, two, GPU) and not uses_cuda_graph(config, small, one, CPU)
     assert not uses_cuda_graph(override(config, {"global_batch_size": 4096}, "test"), small, one, GPU)
     assert not uses_cuda_graph(override(config, {"graph": "off"}, "test"), small, one, GPU)
-    with pytest.raises(UserError, match="--graph works on one GPU"):
+    with refuses("training.graph_unsupported", "--graph"):
         uses_cuda_graph(override(config, {"graph": "on"}, "test"), small, one, CPU)
     assert not cuda_graph_pays(
         create_model(ModelConfig(model="leanclip-tiny")), 8

@@ -16,14 +16,14 @@ class OptimConfig:
     lr: float | None = common(None)
     """Peak learning rate. Default: interpolated from the published settings (docs/algorithm.md)."""
     lr_floor: float = 0.0
-    """The schedule ends here."""
+    """Learning rate at the end of the schedule."""
     lr_scheduler: Literal["cosine", "const", "const-cooldown"] = "cosine"
-    """How the learning rate goes on after the warm-up: along a cosine to --lr-floor, constant, or constant and in the
-    last --epochs-cooldown epochs down to --lr-floor."""
+    """Learning rate after the warm-up: a cosine to --lr-floor, constant, or constant with a decay to --lr-floor in
+    the last --epochs-cooldown epochs."""
     epochs_cooldown: int | None = None
-    """The epochs over which const-cooldown goes down."""
+    """Epochs of the decay of const-cooldown."""
     lr_cooldown_power: float = 1.0
-    """How const-cooldown goes down: 1 in a line, 2 in a parabola."""
+    """Shape of the decay of const-cooldown: 1 is linear, 2 quadratic."""
     wd: float | None = common(None)
     """Weight decay, of matrices only. Default: 0.1."""
     beta1: float | None = None
@@ -40,21 +40,22 @@ class OptimConfig:
     """Scale gradients down to this norm."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "lr_cooldown_power", "eps_opt", "grad_clip_norm"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be positive and finite")
-        for name in ("lr_floor", "wd"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be finite, 0 or more")
-        for name in ("beta1", "beta2", "momentum"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 1:
-                raise ValueError(f"{name} is {value}; it must lie in [0, 1)")
+        for names, valid, allowed in (
+            (
+                ("lr", "lr_cooldown_power", "eps_opt", "grad_clip_norm"),
+                lambda x: 0 < x < math.inf,
+                "positive and finite",
+            ),
+            (("lr_floor", "wd"), lambda x: 0 <= x < math.inf, "finite, 0 or more"),
+            (("beta1", "beta2", "momentum"), lambda x: 0 <= x < 1, "in [0, 1)"),
+            (("epochs_cooldown",), lambda x: x >= 1, "at least 1"),
+            (("warmup",), lambda x: x >= 0, "0 or more steps"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not valid(value):
+                    raise ValueError(f"{name} is {value}; it must be {allowed}")
         if (self.lr_scheduler == "const-cooldown") != (self.epochs_cooldown is not None):
-            raise ValueError("--lr-scheduler const-cooldown and --epochs-cooldown go together; give both or neither")
-        if self.epochs_cooldown is not None and self.epochs_cooldown < 1:
-            raise ValueError(f"epochs_cooldown is {self.epochs_cooldown}; it must be at least 1")
-        if self.warmup is not None and self.warmup < 0:
-            raise ValueError(f"warmup is {self.warmup}; it must be 0 or more steps")
+            raise ValueError(
+                "--lr-scheduler const-cooldown and --epochs-cooldown need each other; give both or neither"
+            )

@@ -25,7 +25,7 @@ def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str,
 
 
 def create_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:
-    """The optimizer of a resolved configuration. Each group remembers its peak learning rate for the schedule."""
+    """The optimizer of a resolved configuration. Each group stores its peak learning rate for the schedule."""
     assert config.lr is not None and config.wd is not None
     assert config.beta1 is not None and config.beta2 is not None and config.eps_opt is not None
     groups = [group | {"lr": group.get("lr", config.lr)} for group in groups]
@@ -39,13 +39,16 @@ def create_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optim
     if name not in known:
         choices = ["adamw", "lamb", "lion", "sgdm", *known]
         near = difflib.get_close_matches(config.opt, choices, n=3) or choices[:4]
-        raise UserError(f"unknown optimizer {config.opt!r}; nearest: {', '.join(near)}")
+        raise UserError(f"unknown --opt {config.opt!r}; nearest: {', '.join(near)}", code="optim.unknown")
     extra: dict[str, Any] = {"momentum": config.momentum}
     if "sgd" not in name and name != "momentum":
         extra = {"betas": (config.beta1, config.beta2), "eps": config.eps_opt}
     if name.startswith("lamb"):
-        extra["max_grad_norm"] = None  # timm's LAMB would clip to 1 by itself; --grad-clip-norm is the one place
+        extra["max_grad_norm"] = None  # timm's LAMB clips to 1 by default; here only --grad-clip-norm clips
     try:
         return create_optimizer_v2(groups, opt=name, lr=config.lr, weight_decay=config.wd, **extra)  # pyright: ignore[reportArgumentType]
     except (TypeError, IndexError, ValueError, ImportError, AssertionError) as error:
-        raise UserError(f"--opt {config.opt} does not take the usual settings ({error}); choose another") from error
+        message = (
+            f"--opt {config.opt} does not accept learning rate, weight decay and betas ({error}); choose another"
+        )
+        raise UserError(message, code="optim.unsupported") from error

@@ -1,7 +1,7 @@
 """The loss scale of fp16: large enough that small gradients do not vanish, halved when one overflows.
 
-A plain number on the host, because a step waits for one flag anyway (is the gradient finite?) and all ranks have the
-same one; torch's GradScaler would ask each rank about its own shard.
+A number on the host, since a step waits for one flag anyway (is the gradient finite?) and all ranks have the same;
+torch's GradScaler would check each rank's shard separately.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ class LossScale:
         return loss * self.value if self.grows else loss
 
     def remove(self, parameters: Iterable[Tensor]) -> None:
-        """Bring the parameters' gradients back to their true size."""
+        """Divide the gradients of the parameters by the scale."""
         if self.grows:
             for parameter in parameters:
                 if parameter.grad is not None:

@@ -16,7 +16,7 @@ def learning_rate(step: int, *, steps: int, warmup: int, peak: float, floor: flo
 
 
 def scheduled(config: OptimConfig, step: int, *, steps: int, steps_per_epoch: int) -> float:
-    """The learning rate of a step, by the schedule that the configuration names."""
+    """The learning rate of a step, by the schedule of the configuration."""
     assert config.lr is not None and config.warmup is not None
     floor = min(config.lr_floor, config.lr)
     if step < config.warmup or config.lr_scheduler == "cosine":
@@ -25,12 +25,12 @@ def scheduled(config: OptimConfig, step: int, *, steps: int, steps_per_epoch: in
     start = max(config.warmup, steps - cooldown)
     if config.lr_scheduler == "const" or step < start:
         return config.lr
-    left = 1 - (step - start) / (steps - start)
-    return floor + (config.lr - floor) * left**config.lr_cooldown_power
+    remaining = 1 - (step - start) / (steps - start)
+    return floor + (config.lr - floor) * remaining**config.lr_cooldown_power
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float, *, peak: float) -> None:
-    """Move every group that follows the model's schedule, in proportion to its own peak."""
+    """Set every group that follows the schedule, in proportion to its own peak."""
     for group in optimizer.param_groups:
         if group.get("follows_schedule", True):
             group["lr"] = group["peak_lr"] * lr / peak

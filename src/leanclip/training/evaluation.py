@@ -1,4 +1,4 @@
-"""Evaluation during training: recall and zero-shot accuracy of the weights as they are, written down and told."""
+"""Evaluation during training: recall and zero-shot accuracy, logged and printed."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -22,49 +22,49 @@ from leanclip.training.setup import Job
 
 
 class HeldOutData:
-    """What a run is measured on: its held-out samples and its labelled sets. All ranks call it together."""
+    """The held-out samples and labelled sets of a run. All ranks call it together."""
 
     def __init__(
         self,
         job: Job,
         directory: RunDirectory,
         log: MetricsLog | None,  # on the rank that writes
-        tell: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
-        self.job, self.directory, self.log, self.tell = job, directory, log, tell
-        self.told_of_captions = False
+        self.job, self.directory, self.log, self.print_line = job, directory, log, print_line
+        self.captions_checked = False
         self.settings = EvaluationSettings(
             device=job.device, autocast=job.context.autocast, workers=job.config.data.workers
         )
 
     def __call__(self, step: int, epoch: float) -> dict[str, float]:
-        """The figures by name; none without anything to measure on. With an average, its weights are measured."""
-        job, found = self.job, dict[str, float]()
+        """The metrics by name, empty without held-out data. With an average of the weights, of the average."""
+        job, metrics = self.job, dict[str, float]()
         with nullcontext() if job.ema is None else job.ema.applied():
             if job.data.val is not None:
-                found |= self.retrieval(job.data.val, step, epoch)
+                metrics |= self.retrieval(job.data.val, step, epoch)
             if job.zero_shot:
-                found |= self.zero_shot(step, epoch)
-        return found
+                metrics |= self.zero_shot(step, epoch)
+        return metrics
 
     def retrieval(self, data: Subset, step: int, epoch: float) -> dict[str, float]:
-        """Recall on the held-out data, and pictures of it."""
+        """Recall on the held-out data, and a panel of examples."""
         job = self.job
         embedded = embed(job.model, data, self.settings)
-        if not self.told_of_captions and (shared := embedded.shared_captions("the held-out data")):
-            self.tell(f"warning: {shared}")
-        self.told_of_captions = True
+        if not self.captions_checked and (shared := embedded.shared_captions("the held-out data")):
+            self.print_line(f"warning: {shared}")
+        self.captions_checked = True
         metrics = dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text))
         if self.log is not None:
-            self.write_down("val", metrics, step, epoch)
+            self.log_metrics("val", metrics, step, epoch)
             panel = {
                 "step": step,
                 "set": "val",
                 "images": retrieval_panel(data, embedded),
                 "hardest": hardest_negatives(data, embedded),
             }
-            write_if_possible(self.directory.panel, json.dumps(finite(panel)), self.tell)
-        self.tell(
+            write_if_possible(self.directory.panel, json.dumps(finite(panel)), self.print_line)
+        self.print_line(
             f"step {step}{self.averaged}: held-out recall@10"
             f" text-to-image {metrics['text_to_image_recall@10']:.1%},"
             f" image-to-text {metrics['image_to_text_recall@10']:.1%} (chance {metrics['chance@10']:.1%})"
@@ -72,32 +72,32 @@ class HeldOutData:
         return metrics
 
     def zero_shot(self, step: int, epoch: float) -> dict[str, float]:
-        """Accuracy on the labelled sets, and what was taken for what."""
+        """Accuracy and confusions on the labelled sets."""
         job, metrics, sets = self.job, dict[str, float](), {}
         for labelled, prompts in job.zero_shot:
-            found = classify(job.model, labelled, prompts, self.settings)
-            metrics |= {f"{found.name}/{name}": value for name, value in found.metrics().items()}
-            sets[found.name] = found.to_json()
-            self.write_down(found.name, found.metrics(), step, epoch)
-            self.tell(f"step {step}{self.averaged}: {summary(found)}")
+            result = classify(job.model, labelled, prompts, self.settings)
+            metrics |= {f"{result.name}/{name}": value for name, value in result.metrics().items()}
+            sets[result.name] = result.to_json()
+            self.log_metrics(result.name, result.metrics(), step, epoch)
+            self.print_line(f"step {step}{self.averaged}: {summary(result)}")
         if self.log is not None:
-            write_if_possible(self.directory.zero_shot, json.dumps({"step": step, "sets": sets}), self.tell)
+            write_if_possible(self.directory.zero_shot, json.dumps({"step": step, "sets": sets}), self.print_line)
         return metrics
 
-    def write_down(self, name: str, metrics: Mapping[str, float], step: int, epoch: float) -> None:
+    def log_metrics(self, name: str, metrics: Mapping[str, float], step: int, epoch: float) -> None:
         if self.log is not None:
             weights = None if self.job.ema is None else "ema"
             self.log.evaluation(step=step, epoch=epoch, name=name, metrics=metrics, weights=weights)
 
     @property
     def averaged(self) -> str:
-        """What a line about an evaluation must say of the weights."""
+        """For the printed lines: which weights were evaluated."""
         return "" if self.job.ema is None else ", averaged weights"
 
 
-def write_if_possible(path: Path, text: str, tell: Callable[[str], None]) -> None:
-    """A file that is nice to have: without it the run goes on."""
+def write_if_possible(path: Path, text: str, print_line: Callable[[str], None]) -> None:
+    """A file that the run does not need: an error is printed and ignored."""
     try:
         write_atomically(path, text)
     except OSError as error:
-        tell(f"warning: {path.name} was not written ({error.strerror})")
+        print_line(f"warning: {path.name} was not written ({error.strerror})")

@@ -1,12 +1,12 @@
-"""Kernels compiled ahead, side by side.
+"""Kernel warm-up: the Triton kernels of a step are compiled in parallel before the first step.
 
-Triton compiles a kernel where it is launched first: one after the other, while the GPU waits. A machine that has none
-in its cache spends ten seconds and more on that. Here each is launched once, on little data, in a thread of its own,
-while the rest of the run gets ready. Those of a backward pass are called by name: autograd has one thread for all.
+Triton compiles a kernel at its first launch, one after the other, while the GPU is idle: ten seconds and more on a
+machine with an empty cache. Here each kernel is launched once, on little data, in its own thread, during set-up.
+Those of the backward pass are called directly, since autograd has one thread per device.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -29,38 +29,33 @@ from leanclip.ops.attention import (
     short_attention_backward,
 )
 
-MOST_SAMPLES = 32768  # samples: more launch the same kernels
+MOST_SAMPLES = 32768  # larger batches launch the same kernels
 
 
 class KernelWarmup:
-    """Calls, each in a thread. What goes wrong in one of them does not stop the run, which then compiles as it goes.
+    """Calls, each in a thread. One that fails does not end the run, whose first steps then take longer.
 
-    The threads are no daemons: a program that ends early waits for them, since one that dies inside of torch takes
-    the whole program with it.
+    The interpreter waits for the threads at its exit: to end them inside of torch would abort the program.
     """
 
     def __init__(self, calls: Iterable[Callable[[], object]], device: torch.device) -> None:
-        device = numbered(device)
-        self.errors: list[Exception] = []
-        self.threads = [threading.Thread(target=self._run, args=(call, device)) for call in calls]
-        for thread in self.threads:
-            thread.start()
+        calls, device = list(calls), numbered(device)
+        pool = ThreadPoolExecutor(len(calls))
+        self.futures = [pool.submit(_call_on, device, call) for call in calls]
+        pool.shutdown(wait=False)
 
     def wait(self) -> str | None:
-        """What to tell the user, if something went wrong."""
-        for thread in self.threads:
-            thread.join()
-        if not self.errors:
+        """A message for the user, if a call failed."""
+        errors = [error for future in self.futures if (error := future.exception()) is not None]
+        if not errors:
             return None
-        return f"not all kernels were compiled ahead, so the first steps take longer ({first_line(self.errors[0])})"
+        return f"kernel warm-up failed, so the first steps take longer ({first_line(errors[0])})"
 
-    def _run(self, call: Callable[[], object], device: torch.device) -> None:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # of this thread
-            call()
-        except Exception as error:
-            self.errors.append(error)
+
+def _call_on(device: torch.device, call: Callable[[], object]) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    call()
 
 
 def warmup_calls(
@@ -71,16 +66,16 @@ def warmup_calls(
     autocast: Callable[[], torch.autocast],
     device: torch.device,
 ) -> Iterator[Callable[[], None]]:
-    """A call for each of the kernels of a step; the loss's are one. None draws random numbers.
+    """A call for each kernel of the towers, and one for all of the loss. None draws random numbers.
 
-    `loss` makes one like the run's; `autocast` is made anew for each, since one belongs to its thread.
+    `loss` creates one like that of the run; `autocast` creates a context for each thread.
     """
     for direction in (_forward, _backward):
         if model.blockwise_image:
             yield partial(_images, model, direction, autocast, device)
         if model.end_of_text is not None:
-            for most in (FEW, LARGEST_TILE):
-                yield partial(_texts, model, most, direction, autocast, device)
+            for longest in (FEW, LARGEST_TILE):
+                yield partial(_texts, model, longest, direction, autocast, device)
     yield partial(_loss, loss, batch, model, autocast, device)
 
 
@@ -99,10 +94,10 @@ def _backward(given: Given | None) -> None:
 
 
 def _qkv(layer: Any, device: torch.device, *shape: int) -> Tensor:
-    """What an attention layer splits into queries, keys and values."""
+    """The input of an attention kernel: queries, keys and values."""
     weight, heads = layer.in_proj_weight, layer.num_heads
-    on = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if on else weight.dtype
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
     return torch.zeros(*shape, 3, heads, len(weight) // (3 * heads), dtype=dtype, device=device)
 
 
@@ -116,12 +111,12 @@ def _images(
 
 
 def _texts(
-    model: TwoTower, most: int, direction: Direction, autocast: Callable[[], torch.autocast], device: torch.device
+    model: TwoTower, longest: int, direction: Direction, autocast: Callable[[], torch.autocast], device: torch.device
 ) -> None:
-    """A text of so many tokens, or as many as the model takes."""
+    """One caption of `longest` tokens, or of the context length."""
     width = model.clip.context_length
     tokens = torch.zeros(1, width, dtype=torch.int64, device=device)
-    texts = Texts.pack(tokens, torch.tensor([min(most, width)]), few_sizes=True)
+    texts = Texts.pack(tokens, torch.tensor([min(longest, width)]), few_sizes=True)
     layer = text_tower(model.clip).transformer.resblocks[0].attn
     with autocast():
         direction(of_packed(_qkv(layer, device, len(texts.tokens)), texts.packing))
@@ -133,12 +128,11 @@ def _loss(
 ) -> None:  # fmt: skip
     loss, dim = make().to(device), model.config["embed_dim"]
     if loss.implementation not in ("auto", "triton"):
-        return  # the others compile nothing, and one holds all pairs
+        return  # the others have no kernels, and `reference` would allocate all pairs
     loss.set_epoch(0.0, 1)
-    some = (
-        batch if batch <= MOST_SAMPLES else MOST_SAMPLES + batch % 16
-    )  # Triton cares whether a number divides by 16
-    image, text = (torch.full((some, dim), dim**-0.5, device=device, requires_grad=True) for _ in range(2))
+    # Triton compiles other code for sizes that 16 divides.
+    samples = batch if batch <= MOST_SAMPLES else MOST_SAMPLES + batch % 16
+    image, text = (torch.full((samples, dim), dim**-0.5, device=device, requires_grad=True) for _ in range(2))
     with autocast():
-        output = loss(image, text, torch.arange(some), global_batch=some)
+        output = loss(image, text, torch.arange(samples), global_batch=samples)
     output.loss.backward()

@@ -1,4 +1,4 @@
-"""The training loop: batches in, steps taken, numbers out."""
+"""The training loop: take steps, log metrics, evaluate, save checkpoints."""
 
 import math
 import time
@@ -26,14 +26,14 @@ from leanclip.runs.run_directory import CARD_FILE, RunDirectory, environment
 from leanclip.runs.stopping import Stopping
 from leanclip.runs.trackers import open_trackers
 from leanclip.training.evaluation import HeldOutData, write_if_possible
-from leanclip.training.nonfinite import BadSteps, NotFiniteError, Verdict, advice, diagnosis, write_diagnosis
+from leanclip.training.nonfinite import NonFiniteSteps, NotFiniteError, Verdict, advice, diagnosis, write_diagnosis
 from leanclip.training.setup import Job
 from leanclip.training.step import StepResult, training_step
 
 
 @dataclass
 class _Clock:
-    """Time of the run and of its current stretch between two log lines."""
+    """The time of the run, and since the last log line."""
 
     started: float
     before: float = 0.0  # seconds of the run before it was resumed
@@ -47,7 +47,7 @@ class _Clock:
         return self.before + time.perf_counter() - self.started
 
     def lap(self) -> tuple[float, float]:
-        """Samples per second and the share of time spent waiting for data since the last lap."""
+        """Samples per second, and the share of time spent waiting for data, since the last call."""
         now = time.perf_counter()
         elapsed = max(now - self.mark, 1e-9)
         rate, wait = self.samples / elapsed, self.waited / elapsed
@@ -69,9 +69,9 @@ def train(
     alive: Callable[[], None] = lambda: None,
     stop: Stopping | None = None,
 ) -> Ending:
-    """Run a job to its end, or until `stop` says so.
+    """Run a job to its last step, or until `stop` ends it.
 
-    All ranks run it; the first one speaks and writes. `alive` is called whenever this process has come further.
+    All ranks call it; the first one prints and writes. `alive` is called after every step and evaluation.
     """
     stop = stop or Stopping()
     log = open_log(job, directory)
@@ -96,7 +96,7 @@ def train(
 
 
 def open_log(job: Job, directory: RunDirectory) -> MetricsLog | None:
-    """The log, on the process that writes. A tracker that does not start stops all of them."""
+    """The log, on the first rank only. A tracker that fails to start ends the run on all ranks."""
     resume_at = None if job.resume_from is None else job.position.step
     opened: list[MetricsLog] = []
 
@@ -105,7 +105,10 @@ def open_log(job: Job, directory: RunDirectory) -> MetricsLog | None:
         try:
             opened.append(MetricsLog(directory.metrics, trackers, resume_at=resume_at))
         except OSError as error:
-            raise UserError(f"cannot write {directory.metrics} ({error.strerror})") from error
+            raise UserError(
+                f"cannot write {directory.metrics} ({error.strerror}); choose another directory: --logs",
+                code="run.not_writable",
+            ) from error
 
     job.context.ranks.broadcast_from_first(open_it)
     return opened[0] if opened else None
@@ -139,41 +142,43 @@ class _Trainer:
             notify=progress.print,
         )
         self.start_at(position)
-        self.taken = 0  # steps by this process: a run that goes back to a checkpoint repeats their numbers
-        self.bad_steps = BadSteps(run.max_bad_steps)
-        self.went_back_to: Path | None = None
+        self.steps_taken = 0  # by this process: a run that reloads a checkpoint repeats step numbers
+        self.nonfinite = NonFiniteSteps(run.max_bad_steps)
+        self.reloaded: Path | None = None
         self.sent: Traffic | None = None
         self.clock = _Clock(time.perf_counter(), before=position.seconds)
         self.held_out = HeldOutData(job, directory, log, progress.print)
         self.health = HealthCheck(job.config, batch=job.loader.batch)
 
     def start_at(self, position: Position) -> None:
-        """Take up the counts of a checkpoint."""
+        """Continue with the counts of a checkpoint."""
         self.step, self.samples, self.best = position.step, position.samples, position.best
         self.epoch, self.epoch_step = position.epoch, position.epoch_step
         self.skipped = position.skipped
         self.broken = BrokenCount(self.job.config.data.max_broken, seen=position.seen, kinds=position.broken)
-        self.met: list[tuple[int, dict[str, int], tuple[str, ...]]] = []  # and not counted yet
+        self.uncounted: list[
+            tuple[int, dict[str, int], tuple[str, ...]]
+        ] = []  # batches: size, broken samples, examples
 
     def run_and_settle(self) -> Ending:
         try:
             return self.run()
         except KeyboardInterrupt:
-            raise  # the second one: at once
+            raise  # the second Ctrl-C ends the run at once
         except BaseException:
-            self.checkpoints.settle()  # what is being written when the run breaks off is worth waiting for
+            self.checkpoints.settle()  # a checkpoint that is being written is finished first
             raise
 
     def run(self) -> Ending:
         job, run, stopped = self.job, self.job.config.run, None
         if self.step >= job.steps and job.resume_from is not None:
-            self.progress.print(f"the run is finished: step {self.step} of {job.steps}; raise --epochs to go on")
+            self.progress.print(f"the run is finished: step {self.step} of {job.steps}; raise --epochs to continue")
             return Ending(job.resume_from)
         job.model.train()
         job.context.loss.train()
         if self.step == 0:
             self.evaluate()
-        self.texts()
+        self.card_and_config()
         self.stop.notify = self.progress.print
         while not stopped:
             for batch in self.batches():
@@ -184,7 +189,7 @@ class _Trainer:
                 verdict = self.judge(result)
                 if verdict == "reload" and self.reload():
                     break
-                if verdict != "go on":
+                if verdict != "continue":
                     self.give_up(result, batch)
                 finished = self.step == job.steps
                 if self.step % run.log_every == 0 or finished:
@@ -192,14 +197,14 @@ class _Trainer:
                 evaluated = finished or (run.eval_every and self.step % run.eval_every == 0)
                 best = self.evaluate() if evaluated else False
                 self.alive()
-                stopped = None if finished else self.stop.after(self.taken)
+                stopped = None if finished else self.stop.after(self.steps_taken)
                 due = run.save_every and self.step % run.save_every == 0
-                full = finished or stopped or (due and not self.bad_steps.in_a_row)  # what may be broken is not kept
+                full = finished or stopped or (due and not self.nonfinite.in_a_row)  # not while weights may be broken
                 if full or best:
                     self.count_broken()
                     if self.log is not None:
                         self.log.flush()
-                    self.checkpoints.save(self.position(), self.texts(), full=bool(full), best=best)
+                    self.checkpoints.save(self.position(), self.card_and_config(), full=bool(full), best=best)
                 if finished or stopped:
                     return Ending(self.checkpoints.finish_last(), stopped)
             if self.epoch_step == job.loader.steps_per_epoch:
@@ -207,7 +212,7 @@ class _Trainer:
         raise AssertionError("a loop that only returns")
 
     def batches(self) -> Iterator[Batch]:
-        """The rest of this epoch's batches, on the device, with the time spent waiting for them counted."""
+        """The remaining batches of this epoch, on the device; the time spent waiting for them is counted."""
         batches = self.job.loader.epoch(self.epoch, start=self.epoch_step)
         batches = on_device(batches, self.job.device, self.job.dtype, self.job.pack)
         while True:
@@ -216,17 +221,17 @@ class _Trainer:
             self.clock.waited += time.perf_counter() - began
             if batch is None:
                 return
-            self.met.append((len(batch), dict(batch.broken), batch.examples))
+            self.uncounted.append((len(batch), dict(batch.broken), batch.examples))
             if self.job.context.ranks.size == 1:
                 self.count_broken()
             yield batch
 
     def count_broken(self) -> None:
-        """What all processes met since the last time; too many broken samples end the run on all of them alike."""
-        met, self.met = self.met, []
+        """Add up the broken samples of all ranks; too many of them end the run on every rank."""
+        uncounted, self.uncounted = self.uncounted, []
         try:
-            for everyones in self.job.context.ranks.all_gather_objects(met):
-                for entry in everyones:
+            for entries in self.job.context.ranks.all_gather_objects(uncounted):
+                for entry in entries:
                     self.broken.add(*entry)
         except UserError as error:
             error.shown = not self.job.context.ranks.first
@@ -242,21 +247,23 @@ class _Trainer:
         result = training_step(job.context, batch)
         if job.compiled and self.step == job.position.step:
             took = time.perf_counter() - began
-            self.progress.print(f"the first step took {took:.0f} s, to compile the towers (--compile off does not)")
+            self.progress.print(
+                f"the first step took {took:.0f} s, mostly to compile the towers (--compile off skips that)"
+            )
         self.skipped += result.skipped
         if job.ema is not None and not result.skipped:
             job.ema.update()
-        self.taken += 1
+        self.steps_taken += 1
         self.step += 1
         self.epoch_step += 1
         self.samples += job.loader.batch
         self.clock.samples += job.loader.batch
         if job.context.ranks.size > 1 and not self.sent:
-            self.tell_traffic()
+            self.print_traffic()
         return result
 
     def judge(self, result: StepResult) -> Verdict:
-        """Whether to go on after a step; says so where it was skipped."""
+        """Whether to continue after a step. Prints a warning where it was skipped."""
         scale = self.job.context.scale
         finite_loss = not result.skipped or math.isfinite(float(result.loss))
         if result.skipped:
@@ -268,21 +275,21 @@ class _Trainer:
                 f" ({self.skipped} so far): {remedy}"
             )
         excused = result.skipped and scale.lowered and finite_loss
-        return self.bad_steps(skipped=result.skipped, excused=excused)
+        return self.nonfinite(skipped=result.skipped, excused=excused)
 
     def reload(self) -> bool:
-        """Go back to the newest checkpoint, in this process, on all ranks alike. Says whether there is one."""
+        """Load the newest checkpoint, on all ranks. False where there is none."""
         job = self.job
         self.checkpoints.finish()
-        found = job.context.ranks.broadcast_from_first(self.newest_checkpoint)
-        if found is None:
+        path = job.context.ranks.broadcast_from_first(self.newest_checkpoint)
+        if path is None:
             return False
-        saved = SavedRun.open(Path(found))
+        saved = SavedRun.open(path)
         saved.load(job.state, job.group, reset_loss=False)
-        self.went_back_to = saved.path
+        self.reloaded = saved.path
         self.progress.print(
-            f"warning: steps {self.step - self.bad_steps.limit + 1} to {self.step} were not finite; back to step"
-            f" {saved.position.step}, {saved.path.name}, once"
+            f"warning: steps {self.step - self.nonfinite.limit + 1} to {self.step} were not finite; the run continues"
+            f" from {saved.path.name}. A second time it stops"
         )
         skipped = self.skipped
         self.start_at(saved.position)
@@ -292,55 +299,56 @@ class _Trainer:
         self.clock.lap()
         return True
 
-    def newest_checkpoint(self) -> str | None:
-        """Of this run, or what it was resumed from; a file of OpenCLIP's is nothing to go back to."""
-        own = [step for step, _ in step_directories(self.directory.checkpoints)]
-        if own and (self.job.same_loss or max(own) > self.job.position.step):
-            found = find_checkpoint(LATEST, self.directory.path)[0]
-            assert found is not None
-            move_aside(self.directory.checkpoints, int(found.name[5:]))
-            return str(found)
-        began = self.job.resume_from
-        return str(began) if began is not None and began.is_dir() and self.job.same_loss else None
+    def newest_checkpoint(self) -> Path | None:
+        """Of this run, or the one it was resumed from, which must be one of ours with the same loss state."""
+        steps = [step for step, _ in step_directories(self.directory.checkpoints)]
+        if steps and (self.job.same_loss or max(steps) > self.job.position.step):
+            newest = find_checkpoint(LATEST, self.directory.path)[0]
+            assert newest is not None
+            move_aside(self.directory.checkpoints, int(newest.name[5:]))
+            return newest
+        resumed = self.job.resume_from
+        return resumed if resumed is not None and resumed.is_dir() and self.job.same_loss else None
 
     def give_up(self, result: StepResult, batch: Batch) -> NoReturn:
-        """Write down what went wrong, and end the run on all ranks alike."""
+        """Write a diagnosis, and end the run on all ranks."""
         job, context = self.job, self.job.context
         facts = {
             "step": self.step,
             "epoch": self.epochs_done,
-            "bad_steps_in_a_row": self.bad_steps.limit,
+            "nonfinite_steps_in_a_row": self.nonfinite.limit,
             "skipped_steps": self.skipped,
-            "went_back_to": None if self.went_back_to is None else str(self.went_back_to),
+            "reloaded_checkpoint": None if self.reloaded is None else str(self.reloaded),
             "lr": self.lr,
             "loss_scale": context.scale.value if context.scale.grows else None,
             "grad_clip_norm": context.grad_clip_norm,
         } | to_host({"loss": result.loss, "grad_norm": result.grad_norm} | dict(result.metrics))
         facts["tau"] = float(job.context.loss.temperature())
-        found = diagnosis(context, batch, result.gradient_norms, facts)
+        report = diagnosis(context, batch, result.gradient_norms, facts)
         path = self.directory.diagnosis
         if self.log is not None:
             with suppress(OSError):
-                write_diagnosis(path, found)
-        again = "and there is no checkpoint to go back to"
-        if self.went_back_to is not None:
-            again = f"again after going back to {self.went_back_to.name}"
+                write_diagnosis(path, report)
+        again = "and there is no checkpoint to continue from"
+        if self.reloaded is not None:
+            again = f"again after it was continued from {self.reloaded.name}"
         error = NotFiniteError(
-            f"stopped at step {self.step}: loss or gradient was not finite {self.bad_steps.limit} times in a row,"
-            f" {again}; {path} says where: {advice(found)}"
+            f"stopped at step {self.step}: loss or gradient was not finite {self.nonfinite.limit} times in a row,"
+            f" {again}; {advice(report)}. {path} has the details",
+            code="training.not_finite",
         )
         error.shown = not job.context.ranks.first
         raise error
 
-    def tell_traffic(self) -> None:
-        """Once a run: what its loss sends in a step, beside what others would."""
+    def print_traffic(self) -> None:
+        """Once a run: what its loss receives in a step, compared with other methods."""
         self.sent = compare_traffic(TRAFFIC_COUNTER, ranks=self.job.context.ranks.size)
         if self.log is not None:
             with suppress(OSError):
                 self.directory.describe(communication=self.sent._asdict())
-        own, openclip, disco = (f"{amount / 1e6:,.2f} MB" for amount in self.sent)
+        ours, openclip, disco = (f"{amount / 1e6:,.2f} MB" for amount in self.sent)
         self.progress.print(
-            f"{self.job.context.ranks.size} processes; for the loss each receives {own} a step"
+            f"{self.job.context.ranks.size} processes; for the loss each receives {ours} a step"
             f" (OpenCLIP's local loss {openclip}, DisCo-CLIP {disco})"
         )
 
@@ -369,33 +377,33 @@ class _Trainer:
 
     def communication(self) -> dict[str, float]:
         """What the last step's loss sent, and the scale of its fp16 gradients."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self.job.context.ranks.size > 1:
             calls, size = TRAFFIC_COUNTER.loss_total()
-            found |= {"loss_collectives": calls, "loss_bytes": size}
+            metrics |= {"loss_collectives": calls, "loss_bytes": size}
         if self.job.context.scale.grows:
-            found["loss_scale"] = self.job.context.scale.value
-        return found
+            metrics["loss_scale"] = self.job.context.scale.value
+        return metrics
 
     def evaluate(self) -> bool:
-        """Figures on held-out data, and whether they are the best so far."""
+        """Evaluate on held-out data. Whether the result is the best so far."""
         if self.step:
             self.log_state()
-        found = self.held_out(self.step, self.epochs_done)
-        value = found.get(self.job.config.run.best_metric)
+        metrics = self.held_out(self.step, self.epochs_done)
+        value = metrics.get(self.job.config.run.best_metric)
         best_so_far = None if self.checkpoints.best_lost else self.best
         best = value is not None and self.step > 0 and (best_so_far is None or value > best_so_far)
         self.best = value if best else self.best
-        if found:
+        if metrics:
             self.alive()
             self.clock.lap()
         return best
 
     def log_state(self) -> None:
-        """How the per-sample numbers are spread; all ranks count together."""
-        found = state_histograms(self.job.context.loss)
+        """Histograms of the per-sample state. All ranks call it together."""
+        histograms = state_histograms(self.job.context.loss)
         if self.log is not None:
-            self.log.histograms(step=self.step, epoch=self.epochs_done, histograms=found)
+            self.log.histograms(step=self.step, epoch=self.epochs_done, histograms=histograms)
 
     def position(self) -> Position:
         full = self.epoch_step == self.job.loader.steps_per_epoch
@@ -411,8 +419,8 @@ class _Trainer:
             broken=dict(self.broken.kinds),
         )
 
-    def texts(self) -> dict[str, str]:
-        """What lies beside the weights: the model card, which the run gets too, and the configuration."""
+    def card_and_config(self) -> dict[str, str]:
+        """The files beside saved weights: the config, and the model card, which the run directory gets, too."""
         if self.log is None:
             return {}
         card = model_card(self.directory.facts(), self.log.results, step=self.step)

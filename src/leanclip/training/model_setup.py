@@ -1,4 +1,4 @@
-"""The model of a run as its configuration wants it: what is frozen, recomputed, padded, compiled, recorded."""
+"""The model of a run (frozen, recomputed, padded), and decisions: compile, CUDA graph, size of micro-batches."""
 
 import math
 from collections.abc import Callable
@@ -11,17 +11,17 @@ from leanclip.models import ModelConfig, TwoTower, create_model
 from leanclip.models.text_length import text_tower
 from leanclip.runs.config import TrainConfig
 
-COMPILING = 40.0  # seconds that compiling the towers takes, about
-# Seconds that it then saves in a step: of each operation, whose neighbours are fused (ViT-B-32 at batch 2,048 on an
-# H200: 40 ms of 61e12), and of the kernels there are fewer of, which the host launches or a recording does.
-SAVED, LAUNCHED, RECORDED = 6e-16, 0.01, 0.0015
-CAPTION, PATCH = 16, 16  # tokens and pixels, about
-SMALL = 4e12  # operations of the towers in a step: about 10 ms on a fast GPU
-MOST_PASSES = 12  # that measure the memory of a micro-batch
+COMPILE_SECONDS = 40.0  # to compile the towers, about
+# Seconds that compiling saves: per operation, because neighbours are fused (ViT-B-32 at batch 2,048 on an H200: 40 ms
+# of 61e12), and per step, because there are fewer kernels, which the host or a CUDA graph launches.
+SAVED_PER_OPERATION, SAVED_LAUNCHES, SAVED_IN_GRAPH = 6e-16, 0.01, 0.0015
+CAPTION, PATCH = 16, 16  # typical tokens of a caption, and pixels of a patch's side
+GRAPH_OPERATIONS = 4e12  # of the towers in a step, about 10 ms on a fast GPU: below, a CUDA graph saves time
+MOST_PASSES = 12  # to measure micro-batches
 
 
 def model_for_run(config: TrainConfig, start: ModelConfig | None = None, *, shapes_only: bool = False) -> TwoTower:
-    """On the CPU, or with `shapes_only` without weights; `start` is the model's part where a run is resumed."""
+    """On the CPU; without weights with `shapes_only`. `start` replaces the model settings of a resumed run."""
     model = create_model(
         start or config.model,
         siglip=config.run.loss == "siglip",
@@ -40,37 +40,37 @@ def model_for_run(config: TrainConfig, start: ModelConfig | None = None, *, shap
 
 
 def tower_depth(model: TwoTower) -> int | None:
-    """Blocks of the deeper tower, so many can be recomputed; None where it is all or none."""
+    """Blocks of the deeper tower: how many can be recomputed. None where it is all or none."""
     if not model.blockwise_image or model.end_of_text is None:
         return None
     return max(len(tower.transformer.resblocks) for tower in (model.clip.visual, text_tower(model.clip)))
 
 
 def uses_compile(config: TrainConfig, model: TwoTower, ranks: Ranks, device: torch.device, steps: int) -> bool:
-    """Whether the towers are compiled; where the user leaves it open, if that saves more time than it takes."""
-    wanted, batch = config.parallel.compile, config.data.global_batch_size
-    if wanted != "auto" or device.type != "cuda":
-        return wanted == "on"
+    """Whether to compile the towers: as set, or if that saves more time than it takes."""
+    setting, batch = config.parallel.compile, config.data.global_batch_size
+    if setting != "auto" or device.type != "cuda":
+        return setting == "on"
     assert batch is not None
-    fewer = RECORDED if uses_cuda_graph(config, model, ranks, device) else LAUNCHED
-    return steps * (tower_flops(model, batch / ranks.size) * SAVED + fewer) > COMPILING
+    launches = SAVED_IN_GRAPH if uses_cuda_graph(config, model, ranks, device) else SAVED_LAUNCHES
+    return steps * (tower_flops(model, batch / ranks.size) * SAVED_PER_OPERATION + launches) > COMPILE_SECONDS
 
 
 def uses_cuda_graph(config: TrainConfig, model: TwoTower, ranks: Ranks, device: torch.device) -> bool:
-    wanted, batch = config.parallel.graph, config.data.global_batch_size
+    setting, batch = config.parallel.graph, config.data.global_batch_size
     assert batch is not None
     possible = (
         device.type == "cuda" and ranks.size == 1 and not config.parallel.fsdp and model.end_of_text is not None
     )
-    if wanted == "on" and not possible:
-        raise UserError("--graph works on one GPU, with a text tower that runs at true length; leave it out")
-    return possible and (wanted == "on" or (wanted == "auto" and cuda_graph_pays(model, batch)))
+    if setting == "on" and not possible:
+        message = "--graph on needs one GPU, without --fsdp, and a text tower that runs at true length; leave it out"
+        raise UserError(message, code="training.graph_unsupported")
+    return possible and (setting == "on" or (setting == "auto" and cuda_graph_pays(model, batch)))
 
 
 def tower_flops(model: TwoTower, batch: float) -> float:
-    """Operations of the towers in a step, about. Of others than open_clip's own transformers little is known: there,
-    each weight is taken to meet as many patches of 16 pixels as an image has, and each of a text tower as many tokens
-    as a caption has."""
+    """Estimated operations of the towers in a step. In towers other than open_clip's transformers, each weight counts
+    once per patch of 16 x 16 pixels, or once per token of a caption."""
     visual, texts = model.clip.visual, text_tower(model.clip)
     text_work = CAPTION * sum(p.numel() for p in getattr(texts, "transformer", texts).parameters())
     if model.blockwise_image:
@@ -83,8 +83,8 @@ def tower_flops(model: TwoTower, batch: float) -> float:
 
 
 def cuda_graph_pays(model: TwoTower, batch: int) -> bool:
-    """Whether launching would take longer than computing. Only what open_clip's own transformers do is known."""
-    return model.blockwise_image and model.end_of_text is not None and tower_flops(model, batch) < SMALL
+    """Whether launching takes longer than computing. Known for open_clip's own transformers only."""
+    return model.blockwise_image and model.end_of_text is not None and tower_flops(model, batch) < GRAPH_OPERATIONS
 
 
 def largest_micro_batch(peak: Callable[[int], float], *, share: int, room: int, ranks: Ranks, spared: int = 0) -> int:

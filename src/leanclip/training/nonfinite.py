@@ -1,7 +1,6 @@
-"""Steps whose loss or gradient is not finite: how many in a row are borne, and what is written down then.
+"""Steps whose loss or gradient is not finite: when to reload a checkpoint, when to stop, and the diagnosis.
 
-The step itself skips them, on all ranks alike. Here it is decided when to go back to the last checkpoint, which helps
-against a fault that passes, and when to stop, because it came again.
+The step skips them, on all ranks. Reloading helps against a transient fault; a second series of them ends the run.
 """
 
 import json
@@ -19,21 +18,19 @@ from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically
 from leanclip.training.step_context import StepContext
 
-Verdict = Literal["go on", "reload", "stop"]
+Verdict = Literal["continue", "reload", "stop"]
 
 
 class NotFiniteError(UserError):
-    """Training stopped because its numbers are no numbers any more."""
+    """Training stopped, because too many steps in a row were not finite."""
 
     exit_code = 4
 
 
-class BadSteps:
-    """Counts steps that were skipped. `limit` of them in a row are too many: the first time that means going back to
-    the last checkpoint, where there is one, the second time stopping.
+class NonFiniteSteps:
+    """Counts skipped steps. The first `limit` in a row reload the last checkpoint, the second stop the run.
 
-    An fp16 gradient that overflows only because of the loss scale does not count as long as the scale can be lowered:
-    that is how the scale finds its value.
+    An fp16 gradient that overflows does not count as long as the loss scale can be lowered: the scale is adjusted so.
     """
 
     def __init__(self, limit: int) -> None:
@@ -42,11 +39,11 @@ class BadSteps:
         self.reloaded = False
 
     def __call__(self, *, skipped: bool, excused: bool) -> Verdict:
-        """What to do after a step. `excused`: skipped for no worse reason than the loss scale."""
+        """What to do after a step. `excused`: skipped because of the loss scale."""
         if not excused:
             self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self.in_a_row < self.limit:
-            return "go on"
+            return "continue"
         self.in_a_row = 0
         if self.reloaded:
             return "stop"
@@ -56,25 +53,26 @@ class BadSteps:
 
 @torch.no_grad()
 def gradient_norms(context: StepContext) -> dict[str, float]:
-    """The norm of every parameter's gradient, by its name. All ranks call it together; waits for the device."""
+    """The norm of the gradient of every parameter, by name. All ranks call it together; waits for the device."""
     named = [*context.towers.named_parameters(), *context.loss.named_parameters(prefix="loss")]
-    found = {name.removeprefix("module.").removeprefix("clip."): p.grad for name, p in named if p.grad is not None}
-    if not found:
+    gradients = {
+        name.removeprefix("module.").removeprefix("clip."): p.grad for name, p in named if p.grad is not None
+    }
+    if not gradients:
         return {}
-    squares = torch.stack([
-        torch.linalg.vector_norm(local_tensor(gradient), dtype=torch.float64).square() for gradient in found.values()
-    ])  # fmt: skip
-    if any(split := [isinstance(gradient, DTensor) for gradient in found.values()]):
+    norms = [torch.linalg.vector_norm(local_tensor(value), dtype=torch.float64) for value in gradients.values()]
+    squares = torch.stack(norms).square()
+    if any(split := [isinstance(gradient, DTensor) for gradient in gradients.values()]):
         mask = torch.tensor(split, device=squares.device)
-        everyones = context.ranks.sum(torch.where(mask, squares, 0.0), purpose="diagnosis")
-        squares = torch.where(mask, everyones, squares)
-    return dict(zip(found, squares.sqrt().tolist(), strict=True))
+        sums = context.ranks.sum(torch.where(mask, squares, 0.0), purpose="diagnosis")
+        squares = torch.where(mask, sums, squares)
+    return dict(zip(gradients, squares.sqrt().tolist(), strict=True))
 
 
 def diagnosis(
     context: StepContext, batch: Batch, norms: Mapping[str, float], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What there is to know about a step that went wrong. All ranks call it together; all get the same."""
+    """The facts about a non-finite step. All ranks call it together and get the same."""
     towers: dict[str, dict[str, Any]] = {}
     for name, norm in norms.items():
         tower = towers.setdefault(_tower(name), {"gradient_norm": 0.0, "parameters": 0, "not_finite": []})
@@ -85,31 +83,30 @@ def diagnosis(
     return {
         **facts,
         "gradients": towers,
-        "weights_not_finite": _broken_weights(context),
+        "weights_not_finite": _nonfinite_weights(context),
         "sample_ids": context.ranks.all_gather_objects(batch.sample_ids.tolist()),
         "gradient_norms": dict(norms),
     }
 
 
-def write_diagnosis(path: Path, found: Mapping[str, Any]) -> None:
-    """As JSON, which has no word for numbers that are none: they stand there as "nan", "inf" and "-inf"."""
-    write_atomically(path, json.dumps(_spelled(found), indent=1, allow_nan=False))
+def write_diagnosis(path: Path, facts: Mapping[str, Any]) -> None:
+    """As JSON, with "nan", "inf" and "-inf" as strings."""
+    write_atomically(path, json.dumps(_without_nan(facts), indent=1, allow_nan=False))
 
 
-def advice(found: Mapping[str, Any]) -> str:
-    """What the user can do, by what is broken."""
-    if found["weights_not_finite"]:
-        return "weights are broken already: resume from an earlier checkpoint, with a lower --lr"
-    return "lower --lr, set --grad-clip-norm 1, or look at the samples whose ids stand there"
+def advice(facts: Mapping[str, Any]) -> str:
+    if facts["weights_not_finite"]:
+        return "weights are not finite: resume from an earlier checkpoint, with a lower --lr"
+    return "lower --lr, set --grad-clip-norm 1, or check the samples whose ids the diagnosis lists"
 
 
 @torch.no_grad()
-def _broken_weights(context: StepContext) -> list[str]:
-    """Parameters and batch-norm statistics that hold something that is no number."""
+def _nonfinite_weights(context: StepContext) -> list[str]:
+    """Parameters and batch-norm statistics with values that are not finite."""
     values = {**context.towers.state_dict(), **{f"loss.{n}": p for n, p in context.loss.named_parameters()}}
     values = {name: value for name, value in values.items() if value.is_floating_point()}
-    own = torch.stack([(~local_tensor(value).isfinite()).any() for value in values.values()]).to(torch.int32)
-    broken = context.ranks.sum(own, purpose="diagnosis").tolist()
+    counts = torch.stack([(~local_tensor(value).isfinite()).any() for value in values.values()]).to(torch.int32)
+    broken = context.ranks.sum(counts, purpose="diagnosis").tolist()
     return [name.removeprefix("module.").removeprefix("clip.") for name, n in zip(values, broken, strict=True) if n]
 
 
@@ -119,9 +116,9 @@ def _tower(name: str) -> str:
     return "image tower" if name.startswith("visual.") else "text tower"
 
 
-def _spelled(value: Any) -> Any:
+def _without_nan(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _spelled(item) for key, item in value.items()}
+        return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_spelled(item) for item in value]
+        return [_without_nan(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""A dry run: what would happen, and a picture of one augmented batch with its captions."""
+"""A dry run: a table of the settings, and one augmented batch with its captions as an image."""
 
 import textwrap
 from pathlib import Path
@@ -14,11 +14,11 @@ from leanclip.training.setup import Job
 
 SHOWN = 16
 CELL = 144
-CAPTION_WIDTH, CAPTION_LINES = 24, 3  # characters, of the picture's own font
+CAPTION_WIDTH, CAPTION_LINES = 24, 3  # characters of the default font
 
 
 def preview(job: Job, directory: RunDirectory, console: Console) -> Path:
-    """Print the plan of the run and write a picture beside where its directory would be."""
+    """Print the settings of the run, and write the image beside where the run directory would be."""
     config = job.config
     table = Table(title=f"dry run of {config.run.name}", show_header=False)
     for name, value in _facts(job).items():
@@ -27,7 +27,7 @@ def preview(job: Job, directory: RunDirectory, console: Console) -> Path:
     batch = next(job.loader.epoch(0))
     path = directory.path.with_name(f"{directory.path.name}.dry_run.png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture(job, batch).save(path)
+    contact_sheet(job, batch).save(path)
     console.print(f"one augmented batch with its captions: {path}")
     return path
 
@@ -52,8 +52,8 @@ def _facts(job: Job) -> dict[str, str]:
     }
 
 
-def picture(job: Job, batch: Batch) -> Image.Image:
-    """The first images of a batch as the model sees them, with the captions decoded from their tokens."""
+def contact_sheet(job: Job, batch: Batch) -> Image.Image:
+    """The first images of a batch as the model gets them, with the captions decoded from their tokens."""
     count = min(SHOWN, len(batch))
     columns = 4
     rows = -(-count // columns)
