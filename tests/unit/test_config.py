@@ -8,7 +8,7 @@ from leanclip.cli.train import parse_command
 from leanclip.config import TrainConfig, flatten, load_toml, override, save_toml
 from leanclip.losses import LOSSES, loss_from_config
 from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, model_config_of
-from leanclip.recipes import list_recipes, load_recipe
+from leanclip.recipes import load_recipe
 from leanclip.runs.defaults import PUBLISHED, fill, interpolated
 from leanclip.training_run import repeatable, run_training
 from refusal import refuses
@@ -55,19 +55,6 @@ def test_another_loss_drops_what_was_said_for_the_first(tmp_path):
     assert settings.loss.rho == 3 and settings.loss.lr_tau == config.loss.lr_tau
 
 
-def test_open_clip_flags_keep_their_names():
-    typed = (
-        "--model RN50 --pretrained x.pt --train-data a --val-data b --batch-size 8 --epochs 2 --lr 1e-3 --wd 0.2"
-        " --warmup 5 --workers 3 --precision amp_bf16 --seed 7 --name n --logs l --resume latest --loss siglip"
-        " --max-steps 9"
-    )
-    settings = parse_command([str(word) for word in typed.split()]).settings
-    assert (settings.model.model, settings.model.pretrained, settings.data.train_data) == ("RN50", "x.pt", "a")
-    assert (settings.optim.lr, settings.optim.wd, settings.optim.warmup, settings.data.workers) == (1e-3, 0.2, 5, 3)
-    assert (settings.run.precision, settings.run.seed, settings.run.resume) == ("amp_bf16", 7, "latest")
-    assert (settings.run.loss, settings.run.max_steps, settings.data.batch_size) == ("siglip", 9, 8)
-
-
 def test_a_resolved_configuration_survives_its_file(tmp_path):
     config = parse_command(["--loss", "fastclip-v2", "--aug-scale", "0.5", "1", "--tau-betas", "0.8", "0.9"]).settings
     config = repeatable(fill(config, samples=1000))
@@ -95,14 +82,6 @@ def test_bad_toml_is_refused(tmp_path, text, code, words):
     path.write_text(text)
     with refuses(code, *words):
         override(TrainConfig(), load_toml(path), str(path))
-
-
-def test_every_recipe_parses_and_has_a_description():
-    recipes = list_recipes()
-    assert "demo" in dict(recipes)
-    for name, summary in recipes:
-        assert summary
-        fill(override(TrainConfig(), load_recipe(name), name), samples=3_000_000)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

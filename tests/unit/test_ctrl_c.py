@@ -135,7 +135,7 @@ def test_the_second_one_does_not_wait_for_a_slow_disk(tmp_path):
     said = job.communicate(timeout=60)[0]
     assert time.monotonic() - began < 5
     assert job.returncode == 130 and "Traceback" not in said, said
-    assert "interrupted; the last checkpoint stays" in said.replace("\n", " ")
+    assert "interrupted; to continue from the last checkpoint" in said.replace("\n", " ")
 
 
 @pytest.mark.parametrize(("number", "restarts", "code"), [(signal.SIGTERM, "0", 75), (signal.SIGUSR1, "3", 0)])
@@ -149,5 +149,5 @@ def test_a_signal_while_it_still_loads_asks_for_another_start(tmp_path, number, 
         time.sleep(0.005)
     run.send_signal(number)
     told = run.communicate(timeout=30)[1]
-    assert (run.returncode, told) == (code, f"leanclip: {number.name} came before the run began\n")
+    assert (run.returncode, told) == (code, f"leanclip: {number.name} before the first step\n")
     assert not (tmp_path / "logs").exists()

@@ -7,10 +7,11 @@ import pytest
 
 from leanclip.cli import main
 from leanclip.cli.evaluate import EvaluateCommand
-from leanclip.cli.flags import sections_of
+from leanclip.cli.flags import field_texts, sections_of
 from leanclip.cli.parse import typed_values
 from leanclip.cli.plan import PlanCommand
 from leanclip.cli.train import TrainCommand
+from leanclip.data import DataConfig
 from refusal import refusal_code
 
 COMMANDS = {"train": TrainCommand, "plan": PlanCommand, "evaluate": EvaluateCommand}
@@ -87,7 +88,7 @@ def test_help_fits_the_terminal(capsys, monkeypatch, columns):
     assert max(len(line) for line in texts) <= min(columns, 100)
     assert max(len(line.strip()) for line in texts) > 25
     words = " ".join(line.strip() for line in flags["--train-data"])
-    assert "or URLs of these forms (s3://, gs://, https://); separate several with ::." in words
+    assert field_texts(DataConfig)["train_data"] in words
 
 
 def test_help_of_positional_arguments(capsys, monkeypatch):

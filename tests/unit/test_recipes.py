@@ -8,7 +8,7 @@ from leanclip.config import override
 from leanclip.losses import loss_from_config
 from leanclip.recipes import DIRECTORY, list_recipes, load_recipe
 from leanclip.runs import TrainConfig
-from leanclip.runs.defaults import PUBLISHED
+from leanclip.runs.defaults import PUBLISHED, fill
 
 NAMES = [name for name, _ in list_recipes() if name != "demo"]
 PUBLISHED_NAMES = [name for name in NAMES if "/" in name]
@@ -57,7 +57,7 @@ def test_every_published_setting_has_its_recipe():
 
 @pytest.mark.parametrize("name", [*NAMES, "demo"])
 def test_recipe_fits_its_loss(name):
-    config = override(TrainConfig(), load_recipe(name), f"recipe {name}")
+    config = fill(override(TrainConfig(), load_recipe(name), f"recipe {name}"), samples=3_000_000)
     loss = loss_from_config(config.run.loss, config.loss, num_samples=10)
     family = name.split("/")[0]
     assert "/" not in name or loss.name == {"openclip": "infonce"}.get(family, family)

@@ -108,7 +108,7 @@ def test_a_run_keeps_its_colour_where_another_has_no_values(tmp_path: Path):
     assert [(s.name, s.colour) for s in charts["queue"].series] == [("two", 1)]
 
 
-def test_runs_with_different_batches_are_laid_out_along_the_pairs_seen(tmp_path: Path):
+def test_runs_with_different_batches_have_pairs_on_the_x_axis(tmp_path: Path):
     runs = [read_run(run) for run in three_runs(tmp_path)]
     assert x_axis(runs[:2]).label == "step" and x_axis(runs).label == "pairs"
     names = names_of(runs)
@@ -119,7 +119,7 @@ def test_runs_with_different_batches_are_laid_out_along_the_pairs_seen(tmp_path:
     assert recall.references == {"chance": pytest.approx(100 * 10 / 256)}
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path):
+def test_runs_of_one_name_get_different_names(tmp_path: Path):
     paths = [write_run(tmp_path / name, [train_row(1)]) for name in ("a", "b")]
     runs = [read_run(path) for path in (*paths, paths[1])]
     names = names_of(runs)
@@ -167,7 +167,7 @@ def test_histograms_over_time_are_drawn_and_described(tmp_path: Path):
     assert len(draw_histograms("Many", many)) < 40_000
 
 
-def test_a_broken_histogram_is_left_out_and_told(tmp_path: Path):
+def test_a_broken_histogram_is_left_out_and_named(tmp_path: Path):
     broken = [histogram_row(1, edges=[0, 1]), histogram_row(2, counts=["x"]), histogram_row(3, absent=-1)]
     run = read_run(write_run(tmp_path, [train_row(1), *broken, histogram_row(4)]))
     assert [h.step for h in run.histograms["log_u_image"]] == [4]
@@ -197,7 +197,7 @@ def test_few_classes_are_a_whole_table_and_many_the_worst_of_it(tmp_path: Path):
 @pytest.mark.parametrize(
     "text", ["{", '{"sets": {"a": {"classnames": ["x"], "confusion": [[1, 2]]}}}', '{"sets": 3}']
 )
-def test_broken_zero_shot_is_left_out_and_told(tmp_path: Path, text: str):
+def test_broken_zero_shot_is_left_out_and_named(tmp_path: Path, text: str):
     run = write_run(tmp_path)
     (run / "zero_shot.json").write_text(text)
     assert read_run(run).zero_shot == () and "zero_shot.json" in page(run)
@@ -224,13 +224,7 @@ def evil_runs(folder: Path) -> list[Path]:
     for number, run in enumerate(runs):
         hurt = rows(1.0 + number)
         for row in hurt:
-            row |= (
-                {"set": EVIL}
-                if row["kind"] == "eval"
-                else {"name": EVIL}
-                if row["kind"] == "histogram"
-                else {EVIL: 1}
-            )
+            row |= {"eval": {"set": EVIL}, "histogram": {"name": EVIL}, "train": {EVIL: 1}}[row["kind"]]
         captions = (EVIL, "a dog", "a hat")
         write_run(run, hurt, with_panel=full_panel(captions), name=EVIL, loss=EVIL, notes=[EVIL], status=EVIL)
         (run / "config.toml").write_text(f"lr = {number}\nmodel = '''{EVIL.replace(chr(39), '')}{number}'''\n")

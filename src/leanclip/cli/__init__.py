@@ -1,6 +1,8 @@
 """The command line: `leanclip COMMAND`."""
 
+import difflib
 import importlib
+import multiprocessing
 import os
 import select
 import signal
@@ -9,100 +11,96 @@ from types import FrameType
 from typing import NoReturn
 
 from leanclip.errors import UserError, stopped_code
+from leanclip.version import __version__
 
+USAGE = """usage: leanclip COMMAND [options]
+
+Train CLIP models on few GPUs.
+
+{commands}
+
+Start with:         leanclip train --recipe demo
+Help of a command:  leanclip COMMAND --help"""
 COMMANDS = {
     "train": "train a model; without arguments, a small one on the bundled data",
-    "plan": "what fits on which GPUs, how fast it will be, and the command for it",
-    "evaluate": "retrieval and zero-shot figures of a run, a checkpoint or an open_clip model",
-    "data": "pack pictures and captions into shards; check a data set",
-    "export": "a trained model as an open_clip file or a transformers directory",
-    "report": "one HTML file with a run's curves, figures and pictures",
-    "selftest": "check on this machine that the losses compute what they should",
+    "plan": "memory, speed and the command of a run on given GPUs, without running it",
+    "evaluate": "retrieval and zero-shot metrics of a run, a checkpoint or an open_clip model",
+    "data": "pack images and captions into shards; check a data set",
+    "export": "write a trained model as an open_clip file or a transformers directory",
+    "report": "write one HTML file with the curves, metrics and images of a run",
+    "selftest": "check the losses and their gradients on this machine",
 }
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command. Mistakes of the user end in one line on stderr and exit code 2."""
-    alone = arguments is None  # in a process of its own
+    """Run a command. A UserError is printed as one line on stderr, with exit code 2."""
+    own_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
-    if alone and arguments[:1] == ["train"]:
+    training = arguments[:1] == ["train"]
+    if own_process and training:
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, _not_begun)
+            signal.signal(number, _stopped_before_training)
     try:
         try:
-            sys.exit(_run(arguments))
+            _run(arguments)
+            sys.exit(0)
         finally:
-            sys.stdout.flush()  # now, not at the very end, where nobody could take a broken pipe for what it is
+            sys.stdout.flush()  # here, where a broken pipe is caught
     except UserError as error:
         if not error.shown:
             print(f"leanclip: {_rank()}{error}" + (f" [{error.code}]" if error.code else ""), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        training = arguments[:1] == ["train"]
-        hint = "; the last checkpoint stays, go on with the same --name and --resume auto"
-        print(f"leanclip: {_rank()}interrupted{hint if training else ''}", file=sys.stderr)
-        if training and alone:
-            _leave(130)
+        hint = "; to continue from the last checkpoint, give the same --name and --resume auto" if training else ""
+        print(f"leanclip: {_rank()}interrupted{hint}", file=sys.stderr)
+        if training and own_process:
+            _exit_now(130)
         sys.exit(130)
     except (BrokenPipeError, SystemExit) as stop:
-        if not _unread(stop):
+        if not _output_is_closed(stop):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is not printed yet has to go somewhere
-        sys.exit(141)  # as SIGPIPE ends other programs
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is still in a buffer
+        sys.exit(141)  # as after SIGPIPE
 
 
-def _not_begun(number: int, _: FrameType | None) -> NoReturn:
-    """A run that is told to end while it still loads is to be started again, like one that has saved."""
-    os.write(2, f"leanclip: {_rank()}{signal.Signals(number).name} came before the run began\n".encode())
+def _stopped_before_training(number: int, _: FrameType | None) -> NoReturn:
+    """The exit code is that of a run which has saved: it should be started again."""
+    os.write(2, f"leanclip: {_rank()}{signal.Signals(number).name} before the first step\n".encode())
     os._exit(stopped_code())
 
 
-def _unread(stop: BaseException) -> bool:
-    """Whether nobody reads what is printed, as in `leanclip ... | head -3`."""
+def _output_is_closed(stop: BaseException) -> bool:
+    """Whether the reader has closed the pipe, as in `leanclip ... | head -3`."""
     if isinstance(stop, SystemExit):
-        return isinstance(stop.__context__, BrokenPipeError)  # rich has noticed it
+        return isinstance(stop.__context__, BrokenPipeError)  # raised by rich
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in output.poll(0))
 
 
-def _leave(code: int) -> NoReturn:
-    """At once, without waiting for a checkpoint that is being written."""
-    import multiprocessing
-
+def _exit_now(code: int) -> NoReturn:
+    """Exit without waiting for a checkpoint that is being written."""
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(code)
 
 
 def _rank() -> str:
-    """Which of several processes speaks; the first one need not say it."""
+    """The start of a message: empty in the first process."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     return "" if rank == "0" else f"rank {rank}: "
 
 
-def _run(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_usage())
-        return 0
-    if arguments[0] == "--version":
-        from leanclip.version import __version__
-
+def _run(arguments: list[str]) -> None:
+    command = arguments[0] if arguments else "--help"
+    if command in ("-h", "--help", "help"):
+        lines = [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+        print(USAGE.format(commands="\n".join(lines)))
+    elif command == "--version":
         print(__version__)
-        return 0
-    command = arguments[0]
-    if command not in COMMANDS:
-        import difflib
-
+    elif command in COMMANDS:
+        importlib.import_module(f"leanclip.cli.{command}").run(arguments[1:])
+    else:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {command!r}; {hint}", code="cli.unknown_command")
-    importlib.import_module(f"leanclip.cli.{command}").run(arguments[1:])
-    return 0
-
-
-def _usage() -> str:
-    lines = ["usage: leanclip COMMAND [options]", "", "Train CLIP models on few GPUs.", ""]
-    lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
-    lines += ["", "Start here:   leanclip train --recipe demo", "Each command:  leanclip COMMAND --help"]
-    return "\n".join(lines)
