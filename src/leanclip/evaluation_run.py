@@ -171,7 +171,6 @@ def open_sets(config: EvaluationConfig, candidate: Candidate) -> EvaluationSets:
 def evaluate_candidate(
     config: EvaluationConfig, candidate: Candidate, sets: EvaluationSets, console: Console
 ) -> list[SetResult]:
-    """One model on all sets."""
     device = device_of(config.device)
     settings = EvaluationSettings(
         device=device,

@@ -26,7 +26,7 @@ from leanclip.evaluation import (
 )
 from leanclip.evaluation.zero_shot import predictions
 from leanclip.inference import find_model, load_model
-from leanclip.models import imagenet_classnames
+from leanclip.models import IMAGENET_CLASSNAMES
 from leanclip.progress import ACTIVITY
 from refusal import refuses
 
@@ -152,7 +152,7 @@ def test_imagenet(tmp_path):
             (tmp_path / layout / names[number] / "x.JPEG").write_bytes(picture(number))
     for given in (tmp_path, tmp_path / "val", tmp_path / "v2"):
         labelled = open_imagenet(str(given))
-        assert labelled.labels.tolist() == [0, 2, 11, 999] and labelled.classnames == imagenet_classnames()
+        assert labelled.labels.tolist() == [0, 2, 11, 999] and labelled.classnames == tuple(IMAGENET_CLASSNAMES)
         assert labelled.classnames[0] == "tench" and labelled.source.captions(0) == ["tench"]
     prompts = prompts_for(labelled)
     assert len(prompts) == 1000 and len(prompts[0]) == 80 and prompts[0][0] == "a bad photo of a tench."

@@ -53,15 +53,12 @@ class Embedded(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """The samples that one rank embedded."""
-
     ids: list[int]
     captions: list[list[str]]
     broken: list[str]
 
 
 def embed(model: TwoTower, data: Subset, settings: EvaluationSettings, *, name: str = "held-out data") -> Embedded:
-    """Embed every image and every caption, as at inference."""
     ranks = Ranks.current()
     local_ids = data.ids[equal_share(ranks, len(data.ids))]
     local, embeddings = _Share([], [], []), []

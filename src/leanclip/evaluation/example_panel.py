@@ -75,7 +75,6 @@ def hardest_negatives(
 
 
 def _captions_of(embedded: Embedded) -> dict[int, list[str]]:
-    """The captions of each image, by its row."""
     captions: dict[int, list[str]] = {}
     for caption, row in zip(embedded.captions, embedded.image_of_text.tolist(), strict=True):
         captions.setdefault(row, []).append(caption)

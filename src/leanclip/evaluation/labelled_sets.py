@@ -15,7 +15,7 @@ from leanclip.data.datasets import BUNDLED
 from leanclip.data.files import FileStat, OpenFiles, expand, is_remote, stat_all
 from leanclip.data.tar import IMAGE_ENDINGS, files_in, open_tar
 from leanclip.errors import UserError
-from leanclip.models import imagenet_classnames
+from leanclip.models import IMAGENET_CLASSNAMES
 from leanclip.packing.folder import IMAGE_SUFFIXES
 from leanclip.progress import ACTIVITY
 
@@ -91,7 +91,7 @@ def open_labelled(name: str) -> LabelledSet:
 
 def open_imagenet(directory: str, *, name: str = "imagenet") -> LabelledSet:
     """ImageNet's validation images: 1,000 folders named by WordNet id or by number, or shards with .cls files."""
-    path, names = Path(directory), imagenet_classnames()
+    path, names = Path(directory), IMAGENET_CLASSNAMES  # in the order of the WordNet ids
     if not path.is_dir() or any(path.glob("*.tar")):
         return _open_shards(directory, name, names)
     folders = _class_folders(path)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from leanclip.errors import UserError
 from leanclip.evaluation.labelled_sets import LabelledSet, read_lines
-from leanclip.models import PROMPT_SETS, prompt_templates
+from leanclip.models import TEMPLATES
 
 Prompts = tuple[tuple[str, ...], ...]  # the texts of each class
 
@@ -22,7 +22,7 @@ def prompts_for(labelled: LabelledSet, templates: str | None = None) -> Prompts:
     elif labelled.templates is not None:
         chosen = _checked(labelled.templates, f"the templates of {labelled.name}")
     else:
-        chosen = prompt_templates("openai" if len(labelled.classnames) == 1000 else "simple")
+        chosen = TEMPLATES["openai" if len(labelled.classnames) == 1000 else "simple"]
     return tuple(
         tuple(template.replace("{}", name).replace("{c}", name) for template in chosen)
         for name in labelled.classnames
@@ -30,12 +30,11 @@ def prompts_for(labelled: LabelledSet, templates: str | None = None) -> Prompts:
 
 
 def load_templates(name: str) -> tuple[str, ...]:
-    """A named set of templates, or a file with one per line."""
-    if name in PROMPT_SETS:
-        return prompt_templates(name)
+    if name in TEMPLATES:
+        return TEMPLATES[name]
     if not Path(name).is_file():
         raise UserError(
-            f"--templates {name}: no such file, and none of the sets {', '.join(PROMPT_SETS)}",
+            f"--templates {name}: no such file, and none of the sets {', '.join(TEMPLATES)}",
             code="templates.not_found",
         )
     return _checked(read_lines(name), name)

@@ -28,7 +28,6 @@ class SetResult:
 
     @property
     def difference(self) -> dict[str, float]:
-        """The metrics minus the baseline's."""
         return {
             name: value - self.baseline[name]
             for name, value in self.metrics.items()
@@ -83,7 +82,6 @@ def as_json(model: str, results: Sequence[SetResult], baseline: str | None) -> d
 
 
 def as_csv(results: Sequence[SetResult]) -> str:
-    """One line per set and metric."""
     text, compared = io.StringIO(), any(result.baseline is not None for result in results)
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["set", "kind", "by", "metric", "value", *(["baseline", "difference"] if compared else [])])

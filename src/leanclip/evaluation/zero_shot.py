@@ -41,8 +41,6 @@ def zero_shot_metrics(labelled: LabelledSet) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Classified:
-    """The classification of the images of a set."""
-
     name: str
     classnames: tuple[str, ...]
     confusion: np.ndarray  # (C, C) counts: a row per true class, a column per predicted one
@@ -229,7 +227,6 @@ def _fingerprint(model: TwoTower) -> str:
 
 
 def summary(classified: Classified) -> str:
-    """One line with the accuracy, and that of guessing."""
     return (
         f"zero-shot {classified.name}: top-1 {classified.top1:.1%} of {classified.images:,} images in"
         f" {len(classified.classnames):,} classes (chance {classified.chance:.1%}, always the largest class"

@@ -3,13 +3,12 @@
 from leanclip.models.build import create_model, load_model
 from leanclip.models.config import ModelConfig
 from leanclip.models.open_clip_api import (
-    PROMPT_SETS,
-    imagenet_classnames,
+    IMAGENET_CLASSNAMES,
+    TEMPLATES,
     is_model_name,
     is_resnet,
     model_config_of,
     named_architecture,
-    prompt_templates,
 )
 from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE, find_weights, step_directories
 from leanclip.models.tokenizer import TokenCounter, create_tokenizer
@@ -19,7 +18,8 @@ from leanclip.models.weights import with_temperature
 
 __all__ = [
     "CONFIG_FILE",
-    "PROMPT_SETS",
+    "IMAGENET_CLASSNAMES",
+    "TEMPLATES",
     "WEIGHTS_FILE",
     "ModelConfig",
     "TokenCounter",
@@ -27,13 +27,11 @@ __all__ = [
     "create_model",
     "create_tokenizer",
     "find_weights",
-    "imagenet_classnames",
     "is_model_name",
     "is_resnet",
     "load_model",
     "model_config_of",
     "named_architecture",
-    "prompt_templates",
     "read_torch_file",
     "step_directories",
     "with_temperature",

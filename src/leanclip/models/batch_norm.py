@@ -64,7 +64,6 @@ class RunningAverages:
                 count.copy_(value)
 
     def average(self, ranks: Ranks) -> None:
-        """Average over the ranks, in one collective."""
         averages = self._averages()
         if ranks.size == 1 or not averages:
             return

@@ -11,7 +11,7 @@ from leanclip.errors import UserError
 from leanclip.models.config import ModelConfig
 from leanclip.models.open_clip_api import model_config_of, open_clip, registered
 from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE
-from leanclip.models.tokenizer import registered_tokenizer
+from leanclip.models.tokenizer import with_cache
 from leanclip.models.two_tower import TwoTower
 from leanclip.models.untrusted import without_code
 from leanclip.models.weights import load_weights, pretrained_weights
@@ -37,7 +37,6 @@ def create_model(
 
 
 def _with_overrides(architecture: dict[str, Any], config: ModelConfig, name: str) -> dict[str, Any]:
-    """The architecture with the --force flags applied."""
     vision, text = architecture["vision_cfg"], architecture["text_cfg"]
     if config.force_image_size is not None:
         if "timm_model_name" in vision:
@@ -60,7 +59,6 @@ def _with_overrides(architecture: dict[str, Any], config: ModelConfig, name: str
 
 
 def load_model(directory: Path) -> TwoTower:
-    """The model saved in a checkpoint directory."""
     try:
         saved = json.loads((directory / CONFIG_FILE).read_text())
         config, preprocess = dict(saved["model_cfg"]), dict(saved["preprocess_cfg"])
@@ -87,7 +85,7 @@ def build_model(
             clip = open_clip.create_model(
                 registered_name, device=device, force_preprocess_cfg=preprocess, pretrained_text=False
             )
-            tokenizer = registered_tokenizer(registered_name)
+            tokenizer = with_cache(open_clip.get_tokenizer(registered_name))
         except (OSError, ValueError, TypeError, KeyError) as error:  # not a model's config, or one with code
             raise UserError(f"cannot build {name}: {without_code(error)}", code="model.bad_config") from error
     if double:

@@ -19,6 +19,7 @@ from leanclip.models.transformers_clip import never_run_code
 from leanclip.models.untrusted import check_architecture
 
 __all__ = [
+    "IMAGENET_CLASSNAMES",
     "CustomResidualAttentionBlock",
     "PreprocessCfg",
     "ResidualAttentionBlock",
@@ -29,7 +30,10 @@ __all__ = [
     "open_clip",
 ]
 
-PROMPT_SETS = {"openai": OPENAI_IMAGENET_TEMPLATES, "simple": SIMPLE_IMAGENET_TEMPLATES}
+TEMPLATES = {  # with {} for the name of the class
+    "openai": tuple(template("{}") for template in OPENAI_IMAGENET_TEMPLATES),
+    "simple": tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES),
+}
 
 for _path in sorted((Path(__file__).parent / "configs").glob("*.json")):
     open_clip.add_model_config(_path)
@@ -107,13 +111,3 @@ def registered(config: dict[str, Any]) -> Iterator[str]:
     finally:
         root.setLevel(level)
         del open_clip.factory._MODEL_CONFIGS[name]
-
-
-def prompt_templates(name: str) -> tuple[str, ...]:
-    """One of open_clip's sets of prompts, with {} for the name of the class."""
-    return tuple(template("{}") for template in PROMPT_SETS[name])
-
-
-def imagenet_classnames() -> tuple[str, ...]:
-    """open_clip's names of ImageNet's 1,000 classes, in the order of their WordNet ids."""
-    return tuple(IMAGENET_CLASSNAMES)

@@ -61,8 +61,6 @@ class Texts:
 
 @dataclass(frozen=True)
 class Layout:
-    """The positions of packed texts."""
-
     table: Tensor  # (2, B + 1): the begin of each text and the end of the last; 0 and the position of each end token
     size: int  # tokens in total
     longest: int  # an upper bound of the lengths
@@ -101,23 +99,22 @@ def text_tower(clip: Any) -> Any:
 
 
 def pooling(clip: Any) -> EndOfText:
-    tower, prefix = text_tower(clip), "" if hasattr(clip, "text") else "text_"
-    by_largest = getattr(tower, f"{prefix}pool_type") == "argmax"
-    return EndOfText(None if by_largest else getattr(tower, f"{prefix}eos_id"))
+    return EndOfText(None if _pool_setting(clip, "pool_type") == "argmax" else _pool_setting(clip, "eos_id"))
+
+
+def _pool_setting(clip: Any, name: str) -> Any:
+    return getattr(text_tower(clip), name if hasattr(clip, "text") else f"text_{name}", None)
 
 
 def padding_reason(clip: Any) -> str | None:
     """Why a text tower cannot run at true length; None if it can."""
-    tower = text_tower(clip)
-    if not hasattr(getattr(tower, "transformer", None), "resblocks") or not hasattr(tower, "attn_mask"):
-        return "the text tower is not one of open_clip's own transformers"
-    if getattr(tower, "cls_emb", None) is not None:
-        return "the text tower has its class token after the padding"
-    if tower.attn_mask is None:
-        return "the text tower is not causal: its tokens attend to the padding after them"
-    kind = tower.pool_type if tower is not clip else tower.text_pool_type
-    if kind not in ("argmax", "eos"):
-        return f"the text tower is not pooled at the end token, but by pooling {kind!r}"
-    if getattr(tower, "output_tokens", False):
-        return "the text tower returns all its tokens"
-    return None
+    tower, pool_type = text_tower(clip), _pool_setting(clip, "pool_type")
+    has_blocks = hasattr(getattr(tower, "transformer", None), "resblocks") and hasattr(tower, "attn_mask")
+    reasons = {
+        "is not one of open_clip's own transformers": not has_blocks,
+        "has its class token after the padding": getattr(tower, "cls_emb", None) is not None,
+        "is not causal: its tokens attend to the padding after them": getattr(tower, "attn_mask", None) is None,
+        f"is not pooled at the end token, but by pooling {pool_type!r}": pool_type not in ("argmax", "eos"),
+        "returns all its tokens": getattr(tower, "output_tokens", False),
+    }
+    return next((f"the text tower {reason}" for reason, applies in reasons.items() if applies), None)

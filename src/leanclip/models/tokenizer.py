@@ -10,18 +10,13 @@ CACHED_WORDS = 1 << 17
 
 
 def create_tokenizer(model: str) -> Any:
-    """The tokenizer of a model, without the model."""
     with registered(model_config_of(model)[1]) as name:
         try:
-            return registered_tokenizer(name)
+            return with_cache(open_clip.get_tokenizer(name))
         except (OSError, ValueError) as error:  # it is on the hub, which cannot be reached
             raise UserError(
                 f"cannot load the tokenizer of {model}: {without_code(error)}", code="model.no_tokenizer"
             ) from error
-
-
-def registered_tokenizer(name: str) -> Any:
-    return with_cache(open_clip.get_tokenizer(name))
 
 
 def with_cache(tokenizer: Any) -> Any:

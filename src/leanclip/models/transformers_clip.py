@@ -52,33 +52,32 @@ BLOCKS = {"visual.transformer.resblocks.": "vision_model", "transformer.resblock
 def unsupported(config: dict[str, Any], preprocess: dict[str, Any]) -> str | None:
     """Why transformers' CLIPModel cannot be this model; None if it can."""
     vision, text = config["vision_cfg"], config["text_cfg"]
-    if "multimodal_cfg" in config:
-        return "it is a CoCa model, with a text decoder"
-    if vision.get("timm_model_name"):
-        return f"its image tower is timm's {vision['timm_model_name']}"
-    if isinstance(vision.get("layers"), list | tuple):
-        return "its image tower is a ResNet"
-    if text.get("hf_model_name"):
-        return f"its text tower is {text['hf_model_name']}"
-    if config.get("init_logit_bias") is not None:
-        return "its logits have a bias (siglip)"
-    for name, part, shape in (("vision_cfg", vision, VISION_SHAPE), ("text_cfg", text, TEXT_SHAPE)):
-        for key, value in part.items():
-            neutral = NEUTRAL.get(key, (None, False, 0, "", {}))
-            if (
-                key not in shape | WITHOUT_EFFECT
-                and not key.startswith(("timm_", "hf_model_"))
-                and value not in neutral
-            ):
-                return f"its {name} has {key} = {value}"
-    size = vision.get("image_size", 224)
-    if not isinstance(size, int) and len(set(size)) > 1:
-        return f"its images are not square ({size[0]} x {size[1]})"
-    if text.get("vocab_size", VOCABULARY) != VOCABULARY:
-        return f"its vocabulary has {text['vocab_size']} entries, not CLIP's {VOCABULARY}"
-    if preprocess.get("resize_mode", "shortest") == "longest":
-        return "its images are padded to a square (resize_mode longest), which CLIPImageProcessor does not do"
-    return None
+    size, vocabulary = vision.get("image_size", 224), text.get("vocab_size", VOCABULARY)
+    padded = preprocess.get("resize_mode") == "longest"
+    reasons = {
+        "it is a CoCa model, with a text decoder": "multimodal_cfg" in config,
+        f"its image tower is timm's {vision.get('timm_model_name')}": vision.get("timm_model_name"),
+        "its image tower is a ResNet": isinstance(vision.get("layers"), list | tuple),
+        f"its text tower is {text.get('hf_model_name')}": text.get("hf_model_name"),
+        "its logits have a bias (siglip)": config.get("init_logit_bias") is not None,
+        **{f"its vision_cfg has {setting}": True for setting in _other_settings(vision, VISION_SHAPE)},
+        **{f"its text_cfg has {setting}": True for setting in _other_settings(text, TEXT_SHAPE)},
+        f"its images are not square ({size})": not isinstance(size, int) and len(set(size)) > 1,
+        f"its vocabulary has {vocabulary} entries, not CLIP's {VOCABULARY}": vocabulary != VOCABULARY,
+        "its images are padded to a square, which CLIPImageProcessor does not do": padded,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _other_settings(part: dict[str, Any], shape: set[str]) -> list[str]:
+    """The settings that CLIPModel does not have, unless their value is neutral."""
+    return [
+        f"{key} = {value}"
+        for key, value in part.items()
+        if key not in shape | WITHOUT_EFFECT
+        and not key.startswith(("timm_", "hf_model_"))
+        and value not in NEUTRAL.get(key, (None, False, 0, "", {}))
+    ]
 
 
 def save(
@@ -174,7 +173,6 @@ def _config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenizer(transformers: Any, config: dict[str, Any], tokenizer: Any) -> Any:
-    """CLIPTokenizer with the vocabulary of open_clip's tokenizer."""
     return transformers.CLIPTokenizer(
         vocab={SPECIAL.get(token, token): number for token, number in tokenizer.encoder.items()},
         merges=list(tokenizer.bpe_ranks),
@@ -217,7 +215,6 @@ def _transformers() -> Any:
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without transformers' progress bars for every file."""
     logger = logging.getLogger("transformers")
     level, bars = logger.level, transformers.utils.logging.is_progress_bar_enabled()
     logger.setLevel(logging.ERROR)

@@ -87,7 +87,6 @@ class TwoTower(nn.Module):
         return F.normalize(embed_texts(text_tower(self.clip), texts, recomputed=self.recomputed_blocks), dim=-1)
 
     def normalised(self, images: Tensor) -> Tensor:
-        """uint8 pixels as input of the image tower, in its precision; float images are returned unchanged."""
         dtype = next(self.clip.visual.parameters()).dtype
         return normalised(images, self.image_mean, self.image_std, dtype)
 

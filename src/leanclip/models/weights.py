@@ -40,7 +40,6 @@ def _saved_preprocessing(directory: Path) -> dict[str, Any]:
 
 
 def _downloaded(config: ModelConfig, tag: str) -> tuple[Path, dict[str, Any]]:
-    """The weights of one of open_clip's tags."""
     assert config.model is not None
     tags = open_clip.list_pretrained_tags_by_model(config.model)
     if tag not in tags:
@@ -67,7 +66,6 @@ def _downloaded(config: ModelConfig, tag: str) -> tuple[Path, dict[str, Any]]:
 
 
 def load_weights(clip: Any, path: Path, name: str, config: dict[str, Any]) -> None:
-    """Load a file of weights into an open_clip model of this architecture."""
     check_weights(path)
     saved = path.parent / CONFIG_FILE
     saved_config = model_config_of(str(saved))[1] if saved.is_file() else config
