@@ -154,13 +154,21 @@ def check_table(path: Path) -> Table:
     rows = []
     for name, runs in by_name.items():
         line, higher = reached(runs, target), reached(runs, best.final)
-        for title, ours, theirs in (
+        for title, line_seconds, base_seconds in (
             (f"{name}: whole runs", [run.seconds[-1] for run in runs], baseline.seconds),
             ("open_clip's runs that reach the mean", line.seconds, reached(base, target).seconds),
             (f"open_clip's best run, {best.final:.1%}", higher.seconds, reached([best], None).seconds),
             ("the fastest whole run of open_clip in any file", line.seconds, [fastest]),
         ):
-            rows.append([title, f"{len(ours)} of {len(runs)}", seconds(ours), seconds(theirs), ratio(ours, theirs)])
+            rows.append(
+                [
+                    title,
+                    f"{len(line_seconds)} of {len(runs)}",
+                    seconds(line_seconds),
+                    seconds(base_seconds),
+                    ratio(line_seconds, base_seconds),
+                ]
+            )
     return Table(["comparison", "leanclip's runs", "leanclip, s", "open_clip, s", "ratio"], rows)
 
 

@@ -208,10 +208,10 @@ def test_captions_belong_to_their_images(emoji):
         captions = emoji.train.tokens[emoji.train.first[image] : emoji.train.first[image + 1]].long()
         assert (captions == tokens).all(1).any()
         assert tokens[length - 1] == tokens.max() and (tokens[length:] == 0).all()
-    images, several = 20_000, 5
-    tokens = (torch.arange(images * several) // several).int()[:, None]  # the number of the image
+    images, per_image = 20_000, 5
+    tokens = (torch.arange(images * per_image) // per_image).int()[:, None]  # the number of the image
     pixels = torch.zeros(images, 3, 1, 1, dtype=torch.uint8)
-    data = CaptionedImages(pixels, tokens, torch.ones(len(tokens)).long(), torch.arange(images + 1) * several)
+    data = CaptionedImages(pixels, tokens, torch.ones(len(tokens)).long(), torch.arange(images + 1) * per_image)
     large = next(training_runs.batches(data, Run("infonce", images, 1e-3, 1), CPU))
     assert large.tokens[:, 0].equal(large.sample_ids)
 
