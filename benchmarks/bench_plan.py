@@ -14,7 +14,6 @@ plan_gpu.json beside it, the table to docs/planning.md.
 
 import argparse
 import csv
-import gc
 import json
 import tempfile
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from bench_step import SMALL
+from bench_step import SMALL, free
 
 import leanclip
 from leanclip.data import Batch, DataConfig
@@ -165,12 +164,12 @@ def steps_of(case: Case, device: torch.device) -> tuple[StepContext, Batch]:
     optimizer = create_optimizer(config.optim, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
     autocast = torch.autocast("cuda", torch.bfloat16)
     one = Ranks(0, 1, None)
-    recorder = (
+    cuda_graphs = (
         CudaGraphs(model, autocast) if case.parts == 1 and uses_cuda_graph(config, model, one, device) else None
     )
     context = StepContext(
         towers=model, loss=loss, optimizer=optimizer, global_batch=case.batch, micro_batches=case.parts,
-        autocast=autocast, cuda_graphs=recorder,
+        autocast=autocast, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     return context, synthetic(model, case.batch, device).pack(model.texts, case.parts)
 
@@ -181,7 +180,7 @@ def measure(case: Case, device: torch.device) -> tuple[float, float]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     peak, each = 0.0, 0.0
-    for count in (4, None):  # the first ones are not timed: a recording is made after three
+    for count in (4, None):  # the first four are not timed: a CUDA graph is captured after three
         count = count or max(2, min(50, round(1 / each)))
         began = time.perf_counter()
         for _ in range(count):
@@ -190,12 +189,6 @@ def measure(case: Case, device: torch.device) -> tuple[float, float]:
         each = (time.perf_counter() - began) / count
         peak = torch.cuda.max_memory_allocated() / 2**30
     return peak, each
-
-
-def free() -> None:
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def measure_all(cases: Iterable[Case], output: Path) -> None:

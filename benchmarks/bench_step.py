@@ -32,6 +32,7 @@ import leanclip
 from leanclip.data import Batch
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
+from leanclip.planning.gpu_measurement import matrix_rate
 from leanclip.training.cuda_graph import CudaGraphs
 from leanclip.training.model_setup import cuda_graph_pays
 from leanclip.training.step import training_step
@@ -123,8 +124,10 @@ def autocast_on(device: torch.device) -> torch.autocast:
 def open_clip_step(case: Case, data: Data, *, compiled: bool) -> Step:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        name = _registered(case, Path(folder))
-        clip: Any = open_clip.create_model(name).to(data.device).train()
+        model = _model_file(case, Path(folder))
+        if isinstance(case.model, dict):
+            open_clip.add_model_config(model)
+        clip: Any = open_clip.create_model(Path(model).stem).to(data.device).train()
     loss = open_clip.ClipLoss()
     parameters = list(clip.parameters())
     groups = [
@@ -152,20 +155,20 @@ def open_clip_step(case: Case, data: Data, *, compiled: bool) -> Step:
 def leanclip_step(case: Case, data: Data, loss_name: str, *, compiled: bool) -> Step:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        model = create_model(ModelConfig(model=_config_file(case, Path(folder)))).to(data.device).train()
+        model = create_model(ModelConfig(model=_model_file(case, Path(folder)))).to(data.device).train()
     samples = None if loss_name == "infonce" else 100 * case.batch
     loss = leanclip.create_loss(loss_name, num_samples=samples).to(data.device)
     loss.set_epoch(0, 1)
     optim = OptimConfig(lr=1e-5, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6)
     optimizer = create_optimizer(optim, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
     autocast = autocast_on(data.device)
-    recorder = None
+    cuda_graphs = None
     if compiled and data.device.type == "cuda":
         model.compile_towers()
-        recorder = CudaGraphs(model, autocast) if cuda_graph_pays(model, case.batch) else None
+        cuda_graphs = CudaGraphs(model, autocast) if cuda_graph_pays(model, case.batch) else None
     context = StepContext(
         towers=model, loss=loss, optimizer=optimizer, global_batch=case.batch, autocast=autocast,
-        cuda_graphs=recorder,
+        cuda_graphs=cuda_graphs,
     )  # fmt: skip
     ids = torch.arange(case.batch)
     batches = [
@@ -194,19 +197,13 @@ def config_of(case: Case) -> dict[str, Any]:
     return config
 
 
-def _config_file(case: Case, folder: Path) -> str:
+def _model_file(case: Case, folder: Path) -> str:
+    """The name of a model of open_clip's, or a file with the configuration."""
     if isinstance(case.model, str):
         return case.model
     path = folder / "bench-small.json"
     path.write_text(json.dumps(case.model))
     return str(path)
-
-
-def _registered(case: Case, folder: Path) -> str:
-    if isinstance(case.model, str):
-        return case.model
-    open_clip.add_model_config(_config_file(case, folder))
-    return "bench-small"
 
 
 def wait(device: torch.device) -> None:
@@ -215,48 +212,24 @@ def wait(device: torch.device) -> None:
 
 
 def measure(step: Step, device: torch.device, *, seconds: float) -> dict[str, float]:
-    """The first step apart; then enough to have met all captions twice; then steps for about `seconds`."""
-    began = time.perf_counter()
-    step(0)
-    wait(device)
-    first = time.perf_counter() - began
-    for number in range(2 * BATCHES):
-        step(number % BATCHES)
-    wait(device)
-    began = time.perf_counter()
-    for number in range(BATCHES):
-        step(number)
-    wait(device)
-    step_seconds = (time.perf_counter() - began) / BATCHES
-    steps = max(BATCHES, round(seconds / step_seconds / BATCHES) * BATCHES)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    for number in range(steps):
-        step(number % BATCHES)
-    wait(device)
-    step_seconds = (time.perf_counter() - began) / steps
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    return {"ms_per_step": round(1e3 * step_seconds, 3), "peak_gib": round(peak, 2), "first_step_s": round(first, 1)}
+    """The first step alone; then each set of captions twice; then steps for about `seconds`."""
 
-
-def matmul_rate(device: torch.device) -> float:
-    """Operations per second of a large product of random matrices."""
-    size = 8192 if device.type == "cuda" else 256
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(one)
-
-    def run(times: int) -> float:
+    def timed(count: int) -> float:
         wait(device)
         began = time.perf_counter()
-        for _ in range(times):
-            torch.mm(one, other, out=out)
+        for number in range(count):
+            step(number % BATCHES)
         wait(device)
-        return (time.perf_counter() - began) / times
+        return (time.perf_counter() - began) / count
 
-    run(3)
-    return 2 * size**3 / run(20)
+    first = timed(1)
+    timed(2 * BATCHES)
+    steps = max(BATCHES, round(seconds / timed(BATCHES) / BATCHES) * BATCHES)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    mean = timed(steps)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    return {"ms_per_step": round(1e3 * mean, 3), "peak_gib": round(peak, 2), "first_step_s": round(first, 1)}
 
 
 def free() -> None:
@@ -302,7 +275,7 @@ def main() -> None:
         cases, arguments.seconds = [Case("tiny", TINY, 16)], 0.1
         torch.set_num_threads(1)
         arguments.provider = ["leanclip", "leanclip fastclip-v3", "open_clip"]
-    rate = matmul_rate(device)
+    rate = matrix_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     print(f"large matrix product: {rate / 1e12:.1f} TFLOP/s")
     new = arguments.quick or not arguments.output.exists()
     for case in cases:
