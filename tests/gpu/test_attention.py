@@ -20,10 +20,10 @@ def both(compute, qkv: Tensor, pull: Tensor) -> list[Tensor]:
 
 
 def compare(compute, qkv: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attention._kernel(qkv)
+    assert attention.uses_kernel(qkv)
     pull = torch.randn(*compute(qkv).shape, device="cuda").to(qkv.dtype)
     kernel = both(compute, qkv, pull)
-    monkeypatch.setattr(attention, "_kernel", lambda qkv: False)
+    monkeypatch.setattr(attention, "uses_kernel", lambda qkv: False)
     general = both(compute, qkv, pull)
     monkeypatch.setattr(attention, "varlen_attn", None)
     truth = both(compute, qkv.double(), pull.double())

@@ -112,7 +112,7 @@ def test_what_is_rehearsed_is_what_the_model_launches(family, monkeypatch):
         return launch(qkv, tiles, rows, length, block)
 
     model = model_of(*LAUNCHING[family])
-    monkeypatch.setattr(attention, "_kernel", lambda qkv: True)
+    monkeypatch.setattr(attention, "uses_kernel", lambda qkv: True)
     for module in (attention, ahead):
         monkeypatch.setattr(module, "short_attention", launch)
     monkeypatch.setattr(ahead, "short_attention_backward", launch_back)

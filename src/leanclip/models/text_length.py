@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanclip.ops.attention import FEW, Packing, tile_begins
+from leanclip.ops.attention import SHORT_LENGTH, Packing, tile_begins
 
 STEPS, FEWER = 16, 4  # sizes of a packed batch in each doubling: compiled code is specialised on few of them
 MANY = 8192  # tokens: above this the total varies so little by chance that STEPS suffice, at 3% of padding
@@ -80,7 +80,7 @@ def layout(lengths: Tensor, *, width: int, few_sizes: bool) -> Layout:
             kept = kept + torch.minimum((more - (spare.cumsum(0) - spare)).clamp(min=0), spare)
     longest = min(-(-int(kept.max()) // 8) * 8, width)
     if few_sizes:
-        longest = min(FEW, width) if longest <= FEW else width
+        longest = min(SHORT_LENGTH, width) if longest <= SHORT_LENGTH else width
     table = torch.zeros(2, len(lengths) + 1, dtype=torch.int64)
     table[0, 1:] = kept.cumsum(0)
     table[1, 1:] = table[0, :-1] + lengths - 1

@@ -1,6 +1,6 @@
 """Self-attention of many short sequences: rows of one length, or packed causal ones.
 
-Each has a form in plain PyTorch for any device and precision, and a kernel for half precision on CUDA, where the
+Both have a form in plain PyTorch for any device and precision, and a kernel for 16-bit precision on CUDA, where the
 tiles of general kernels would be mostly padding.
 """
 
@@ -18,19 +18,19 @@ try:
 except ImportError:
     varlen_attn = None
 
-CAUSAL: dict[str, Any] = {}  # how this torch's varlen_attn is told
+CAUSAL: dict[str, Any] = {}  # the arguments by which this torch's varlen_attn is causal
 if varlen_attn is not None:
-    _named = "window_size" in inspect.signature(varlen_attn).parameters
-    CAUSAL = {"window_size": (-1, 0)} if _named else {"is_causal": True}
+    _has_window = "window_size" in inspect.signature(varlen_attn).parameters
+    CAUSAL = {"window_size": (-1, 0)} if _has_window else {"is_causal": True}
 LARGEST_TILE = 128  # tokens, which a program holds in registers
-FEW = 32  # tokens: texts up to here share a small tile
-HEADS = (16, 32, 64)  # sizes of a head: more would not fit beside a tile
+SHORT_LENGTH = 32  # tokens: texts up to this length share a small tile
+HEAD_SIZES = (16, 32, 64)  # larger ones would not fit beside a tile
 
 
 class Packing(NamedTuple):
-    """How causal sequences lie behind each other."""
+    """The layout of causal sequences that are stored one after the other."""
 
-    offsets: Tensor  # (B + 1,) int32: where each begins, and the last one ends
+    offsets: Tensor  # (B + 1,) int32: where each sequence begins, and the last one ends
     rows: Tensor  # (T,) the sequence of each token
     positions: Tensor  # (T,) of each token in its sequence
     longest: int  # at least the length of the longest
@@ -39,7 +39,7 @@ class Packing(NamedTuple):
 
 def tile_size(longest: int) -> int:
     """Tokens of a tile for packed sequences up to this length; 0 if they are too long for one."""
-    return 64 if longest <= FEW else LARGEST_TILE if longest <= LARGEST_TILE else 0
+    return 64 if longest <= SHORT_LENGTH else LARGEST_TILE if longest <= LARGEST_TILE else 0
 
 
 def tile_begins(offsets: Tensor, *, tokens: int, longest: int) -> Tensor:
@@ -51,52 +51,52 @@ def tile_begins(offsets: Tensor, *, tokens: int, longest: int) -> Tensor:
     return offsets[torch.searchsorted(offsets[:-1].contiguous(), grid)]
 
 
-Given = tuple[Tensor, Tensor | None, Tensor | None, int, int]  # to short_attention
+KernelArguments = tuple[Tensor, Tensor | None, Tensor | None, int, int]  # to short_attention
 
 
-def of_rows(qkv: Tensor) -> Given | None:
-    """What the kernel gets for sequences of one length; none where it cannot run them."""
+def row_arguments(qkv: Tensor) -> KernelArguments | None:
+    """The kernel's arguments for sequences of one length; none where it cannot run them."""
     length = qkv.shape[1]
-    if length > LARGEST_TILE or not _kernel(qkv):
+    if length > LARGEST_TILE or not uses_kernel(qkv):
         return None
     return qkv.flatten(0, 1), None, None, length, max(16, 1 << (length - 1).bit_length())
 
 
-def of_packed(qkv: Tensor, packing: Packing) -> Given | None:
+def packed_arguments(qkv: Tensor, packing: Packing) -> KernelArguments | None:
     """Likewise for packed causal sequences."""
-    if not (packing.tiles.numel() and _kernel(qkv)):
+    if not (packing.tiles.numel() and uses_kernel(qkv)):
         return None
     return qkv, packing.tiles, packing.rows, 0, tile_size(packing.longest)
 
 
 def row_attention(qkv: Tensor, *, causal: bool = False) -> Tensor:
     """(B, L, 3, H, d) -> (B, L, H, d)"""
-    if not causal and (given := of_rows(qkv)) is not None:
-        return short_attention(*given).unflatten(0, qkv.shape[:2])
+    if not causal and (arguments := row_arguments(qkv)) is not None:
+        return short_attention(*arguments).unflatten(0, qkv.shape[:2])
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
 def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
     """(T, 3, H, d) -> (T, H, d)"""
-    if (given := of_packed(qkv, packing)) is not None:
-        return short_attention(*given)
-    half = qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16)
-    if varlen_attn is not None and half and qkv.shape[-1] % 8 == 0 and qkv.shape[-1] <= 256:
-        q, k, v = qkv.unbind(1)
-        where, longest = packing.offsets, packing.longest
-        mixed = varlen_attn(q, k, v, where, where, longest, longest, **CAUSAL)
+    if (arguments := packed_arguments(qkv, packing)) is not None:
+        return short_attention(*arguments)
+    if varlen_attn is not None and _is_narrow(qkv) and qkv.shape[-1] % 8 == 0 and qkv.shape[-1] <= 256:
+        offsets, longest = packing.offsets, packing.longest
+        mixed = varlen_attn(*qkv.unbind(1), offsets, offsets, longest, longest, **CAUSAL)
         assert isinstance(mixed, Tensor)
         return mixed
-    rectangle = qkv.new_zeros(len(packing.offsets) - 1, packing.longest, *qkv.shape[1:])
-    place = (packing.rows, packing.positions)
-    return row_attention(rectangle.index_put(place, qkv), causal=True)[place]
+    padded = qkv.new_zeros(len(packing.offsets) - 1, packing.longest, *qkv.shape[1:])
+    positions = (packing.rows, packing.positions)
+    return row_attention(padded.index_put(positions, qkv), causal=True)[positions]
 
 
-def _kernel(qkv: Tensor) -> bool:
-    """Whether the kernel takes it."""
-    half = qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16)
-    return half and qkv.shape[-1] in HEADS and _triton()
+def uses_kernel(qkv: Tensor) -> bool:
+    return _is_narrow(qkv) and qkv.shape[-1] in HEAD_SIZES and _triton()
+
+
+def _is_narrow(qkv: Tensor) -> bool:
+    return qkv.is_cuda and qkv.dtype in (torch.bfloat16, torch.float16)
 
 
 @torch.compiler.assume_constant_result
@@ -106,7 +106,7 @@ def _triton() -> bool:
 
 @torch.library.custom_op("leanclip::short_attention", mutates_args=())
 def short_attention(qkv: Tensor, tiles: Tensor | None, rows: Tensor | None, length: int, block: int) -> Tensor:
-    """Of packed causal sequences in `tiles`, or of sequences of `length` that see all of themselves."""
+    """Of packed causal sequences in `tiles`, or of sequences of one `length` without a mask."""
     from leanclip.ops.triton import attention
 
     return attention.forward(qkv, tiles, rows, length, block)
@@ -131,14 +131,14 @@ def _(qkv: Tensor, gradient: Tensor, tiles: Tensor | None, rows: Tensor | None, 
     return torch.empty_like(qkv)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     qkv, tiles, rows, ctx.length, ctx.block = inputs
     ctx.save_for_backward(qkv, tiles, rows)
 
 
-def _pull(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     qkv, tiles, rows = ctx.saved_tensors
     return short_attention_backward(qkv, gradient, tiles, rows, ctx.length, ctx.block), None, None, None, None
 
 
-short_attention.register_autograd(_pull, setup_context=_keep)
+short_attention.register_autograd(_backward, setup_context=_save_inputs)

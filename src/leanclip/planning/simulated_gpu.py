@@ -35,7 +35,7 @@ def simulated(trace: Trace, *, ranks: int, processors: int) -> Iterator[Ranks]:
     replacements = [
         (blocks, "compiled", traced_compile),
         (towers, "compiled", traced_compile),
-        (attention, "_kernel", lambda qkv: qkv.dtype in HALF and qkv.shape[-1] in attention.HEADS),
+        (attention, "uses_kernel", lambda qkv: qkv.dtype in HALF and qkv.shape[-1] in attention.HEAD_SIZES),
         (ops, "implementation", implementation),
         # On a GPU, clipping takes all gradients at once.
         (clip_grad, "_has_foreach_support", lambda tensors, device: True),

@@ -20,11 +20,11 @@ from leanclip.models import TwoTower
 from leanclip.models.text_length import Texts, text_tower
 from leanclip.models.transformer_towers import number_kept
 from leanclip.ops.attention import (
-    FEW,
     LARGEST_TILE,
-    Given,
-    of_packed,
-    of_rows,
+    SHORT_LENGTH,
+    KernelArguments,
+    packed_arguments,
+    row_arguments,
     short_attention,
     short_attention_backward,
 )
@@ -74,20 +74,20 @@ def warmup_calls(
         if model.blockwise_image:
             yield partial(_images, model, direction, autocast, device)
         if model.end_of_text is not None:
-            for longest in (FEW, LARGEST_TILE):
+            for longest in (SHORT_LENGTH, LARGEST_TILE):
                 yield partial(_texts, model, longest, direction, autocast, device)
     yield partial(_loss, loss, batch, model, autocast, device)
 
 
-Direction = Callable[[Given | None], None]
+Direction = Callable[[KernelArguments | None], None]
 
 
-def _forward(given: Given | None) -> None:
+def _forward(given: KernelArguments | None) -> None:
     if given is not None:
         short_attention(*given)
 
 
-def _backward(given: Given | None) -> None:
+def _backward(given: KernelArguments | None) -> None:
     if given is not None:
         qkv, *rest = given
         short_attention_backward(qkv, torch.zeros_like(qkv[:, 0]), *rest)
@@ -107,7 +107,7 @@ def _images(
     visual = model.clip.visual
     with autocast():
         layer, patches = visual.transformer.resblocks[0].attn, len(visual.positional_embedding) - 1
-        direction(of_rows(_qkv(layer, device, 1, 1 + number_kept(visual, patches))))
+        direction(row_arguments(_qkv(layer, device, 1, 1 + number_kept(visual, patches))))
 
 
 def _texts(
@@ -119,7 +119,7 @@ def _texts(
     texts = Texts.pack(tokens, torch.tensor([min(longest, width)]), few_sizes=True)
     layer = text_tower(model.clip).transformer.resblocks[0].attn
     with autocast():
-        direction(of_packed(_qkv(layer, device, len(texts.tokens)), texts.packing))
+        direction(packed_arguments(_qkv(layer, device, len(texts.tokens)), texts.packing))
 
 
 def _loss(

@@ -94,7 +94,7 @@ def _backward(
 
 
 def forward(qkv: Tensor, tiles: Tensor | None, rows: Tensor | None, length: int, block: int) -> Tensor:
-    """(T, 3, H, d) -> (T, H, d): sequences of one length that see all of themselves, or packed causal ones."""
+    """(T, 3, H, d) -> (T, H, d): sequences of one length without a mask, or packed causal ones."""
     tokens, _, heads, dim = qkv.shape
     out = qkv.new_empty(tokens, heads, dim)
     _launch(_forward, (qkv, out), tiles, rows, qkv, length, block)

@@ -1,4 +1,4 @@
-"""Launching, with a memory of what was compiled: Triton's own look-up takes longer than a small kernel runs."""
+"""Launches with a cache of compiled kernels: Triton's own look-up takes longer than a small kernel runs."""
 
 from typing import Any
 
@@ -27,17 +27,16 @@ def run(
         *constants.values(),
         *options.values(),
     )
-    found = _compiled.get(key)
-    if found is None:
+    if key in _compiled:
+        compiled, values = _compiled[key]
+        compiled[grid](*arguments, *values)
+    else:
         compiled = function[grid](*arguments, **constants, **options)
         _compiled[key] = compiled, tuple(constants[name] for name in function.arg_names[len(arguments) :])
-        return
-    compiled, values = found
-    compiled[grid](*arguments, *values)
 
 
 def _specialization(argument: Any) -> Any:
-    """What of an argument's value Triton compiles into the code, or more."""
+    """The properties of an argument's value that Triton compiles into the code, or more."""
     if isinstance(argument, int):
         return argument == 1, argument % 16 == 0, argument >= 1 << 31
     if isinstance(argument, Tensor):

@@ -1,6 +1,6 @@
-"""What the kernels share: one tile of similarities, which of its pairs count, and the order in which tiles are done.
+"""Shared by the kernels: one tile of similarities, which of its pairs count, and the order of the tiles.
 
-Exponentials are base 2, because that is what the hardware has. Scales arrive in natural units and are turned here.
+Exponentials are base 2, as in the hardware. Scales are in natural units and are converted by the kernels.
 """
 
 # Outside a kernel a jit function cannot be called, and is typed so.
