@@ -82,8 +82,9 @@ def packed_attention(qkv: Tensor, packing: Packing) -> Tensor:
     if (arguments := packed_arguments(qkv, packing)) is not None:
         return short_attention(*arguments)
     if varlen_attn is not None and _is_narrow(qkv) and qkv.shape[-1] % 8 == 0 and qkv.shape[-1] <= 256:
+        q, k, v = qkv.unbind(1)
         offsets, longest = packing.offsets, packing.longest
-        mixed = varlen_attn(*qkv.unbind(1), offsets, offsets, longest, longest, **CAUSAL)
+        mixed = varlen_attn(q, k, v, offsets, offsets, longest, longest, **CAUSAL)
         assert isinstance(mixed, Tensor)
         return mixed
     padded = qkv.new_zeros(len(packing.offsets) - 1, packing.longest, *qkv.shape[1:])
