@@ -1,16 +1,15 @@
 """Data loading: decoded and augmented samples per second and core against open_clip's webdataset pipeline, and the
 index of a large data set against `cat`.
 
-    python benchmarks/bench_data.py              # several minutes and 12 GB of temporary files
-    python benchmarks/bench_data.py --quick      # seconds; the figures mean nothing
+    python benchmarks/bench_data.py              # minutes, and 12 GB of temporary files
+    python benchmarks/bench_data.py --quick      # seconds; checks that it runs
     python benchmarks/bench_data.py --skip-index
 
-Both loaders read the same shards of generated, photograph-like JPEGs in one process with one thread, take open_clip's
-default augmentation and its tokenizer, and give batches of 64 at 224 pixels, the smallest images at 64: whole epochs,
-in turn. Samples per CPU second do not suffer from what else the machine does; samples per second do.
+Both loaders read the same shards of generated, photograph-like JPEGs in one process with one thread, with open_clip's
+default augmentation and tokenizer, in batches of 64 at 224 pixels (the smallest images at 64). They alternate after
+each epoch. Samples per CPU second do not depend on the load of the machine; samples per second do.
 
-The index is built of tars whose images are random bytes. `cold` means that the files were dropped from the page cache
-before.
+The tars of the index benchmark hold random bytes as images. `cold`: the files are not in the page cache.
 """
 
 import argparse
@@ -41,10 +40,10 @@ from leanclip.data import Shards, TrainingLoader, index
 from leanclip.data.decode import Box, TrainingTransform, open_image, random_crop, resized_crop
 from leanclip.models import create_tokenizer
 
-sys.modules.setdefault("pandas", ModuleType("pandas"))  # for its CSV files alone, open_clip_train imports it
+sys.modules.setdefault("pandas", ModuleType("pandas"))  # open_clip_train imports it, only for CSV files
 import open_clip_train.data  # noqa: E402
 
-# open_clip's own stage fails on the marks that webdataset 1.0 puts between two shards.
+# The stage that its comment names; its own version fails on the shard separators of webdataset 1.0.
 open_clip_train.data.tarfile_to_samples_nothrow = getattr(webdataset, "tarfile_to_samples")(  # noqa: B009
     handler=open_clip_train.data.log_and_continue
 )
@@ -58,16 +57,21 @@ SIZES = {
     "1200 px": (1200, 900),
 }
 BATCH, MODEL = 64, "ViT-B-32"
+WORDS = [
+    "a", "photograph", "of", "some", "red", "green", "blue", "large", "small", "old", "new", "house", "tree", "dog",
+    "cat", "car", "street", "sky", "sea",
+]  # fmt: skip
+SAMPLES_PER_TAR = 10_000
 
 
 def target(name: str) -> tuple[int, int]:
-    """Pixels of the model that images of this size are for."""
+    """The input size of the model for images of this size."""
     side = min(224, *SIZES[name])
     return side, side
 
 
 def photograph(width: int, height: int, seed: int) -> bytes:
-    """A JPEG of coloured noise whose strength falls with the frequency, as in photographs, with some hard edges."""
+    """A JPEG of coloured noise with the spectrum of photographs and some hard edges."""
     rng = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None])
     frequency[0, 0] = 1
@@ -82,42 +86,18 @@ def photograph(width: int, height: int, seed: int) -> bytes:
     return file.getvalue()
 
 
-def write_photographs(directory: Path, size: tuple[int, int], samples: int, different: int) -> str:
+def write_photographs(directory: Path, size: tuple[int, int], samples: int, distinct: int) -> str:
     """Shards of photographs with captions, half of them upright. Returns their pattern."""
-    contents = [photograph(*(size if number % 2 else size[::-1]), seed=number) for number in range(different)]
-    words = [
-        "a",
-        "photograph",
-        "of",
-        "some",
-        "red",
-        "green",
-        "blue",
-        "large",
-        "small",
-        "old",
-        "new",
-        "house",
-        "tree",
-        "dog",
-        "cat",
-        "car",
-        "street",
-        "sky",
-        "sea",
-    ]
+    images = [photograph(*(size if number % 2 else size[::-1]), seed=number) for number in range(distinct)]
     for shard in range(4):
-        with tarfile.open(directory / f"{shard:05d}.tar", "w") as archive:
+        with webdataset.TarWriter(str(directory / f"{shard:05d}.tar")) as tar:
             for number in range(shard, samples, 4):
-                caption = " ".join(random.Random(number).choices(words, k=12)).encode()
-                for ending, content in (("jpg", contents[number % different]), ("txt", caption)):
-                    entry = tarfile.TarInfo(f"{number:09d}.{ending}")
-                    entry.size = len(content)
-                    archive.addfile(entry, io.BytesIO(content))
+                caption = " ".join(random.Random(number).choices(WORDS, k=12))
+                tar.write({"__key__": f"{number:09d}", "jpg": images[number % distinct], "txt": caption})
     return str(directory / "{00000..00003}.tar")
 
 
-def leanclip_loader(pattern: str, size: tuple[int, int], tokenizer: Callable[..., torch.Tensor]) -> Iterable[Any]:
+def leanclip_images(pattern: str, size: tuple[int, int], tokenizer: Callable[..., torch.Tensor]) -> Iterable[Any]:
     source = Shards(pattern)
     loader = TrainingLoader(
         source, batch=BATCH, transform=TrainingTransform(size=size),
@@ -127,7 +107,7 @@ def leanclip_loader(pattern: str, size: tuple[int, int], tokenizer: Callable[...
         yield batch.images
 
 
-def open_clips(
+def open_clip_images(
     pattern: str, size: tuple[int, int], tokenizer: Callable[..., torch.Tensor], samples: int
 ) -> Iterable[Any]:
     arguments = SimpleNamespace(
@@ -141,7 +121,7 @@ def open_clips(
 
 
 def rates(batches: Iterable[Any]) -> tuple[float, float]:
-    """Samples per second and per CPU second of one epoch, from the first request on."""
+    """Samples per second and per CPU second of one epoch."""
     wall, cpu, samples = time.perf_counter(), time.process_time(), 0
     for images in batches:
         samples += len(images)
@@ -149,33 +129,33 @@ def rates(batches: Iterable[Any]) -> tuple[float, float]:
 
 
 def difference(contents: Iterable[bytes], size: tuple[int, int]) -> tuple[float, float]:
-    """Mean and largest mean absolute difference to open_clip's pixels given the same crop, in levels of 255."""
+    """Mean absolute difference from open_clip's pixels for the same crop, in levels of 255: mean and maximum."""
     differences = []
     for seed, content in enumerate(contents):
         image = open_image(content)
-        full = image.size
-        box = random_crop(full, (0.9, 1.0), random.Random(seed))
-        ours = resized_crop(image, box, size).permute(1, 2, 0).numpy().astype(float)
-        scale = round(full[0] / image.size[0])  # after a reduction the crop lies on the grid of the reduced image
-        grid = Box(*(min(round(edge / scale) * scale, limit) for edge, limit in zip(box, full * 2, strict=True)))
-        baseline = Image.open(io.BytesIO(content)).convert("RGB").crop(grid)
-        differences.append(np.abs(ours - np.asarray(baseline.resize(size, Image.Resampling.BICUBIC))).mean())
+        full_size = image.size
+        box = random_crop(full_size, (0.9, 1.0), random.Random(seed))
+        pixels = resized_crop(image, box, size).permute(1, 2, 0).numpy().astype(float)
+        scale = round(full_size[0] / image.size[0])  # the crop of a reduced JPEG is on the reduced grid
+        grid = Box(*(min(round(edge / scale) * scale, limit) for edge, limit in zip(box, full_size * 2, strict=True)))
+        expected = Image.open(io.BytesIO(content)).convert("RGB").crop(grid)
+        differences.append(np.abs(pixels - np.asarray(expected.resize(size, Image.Resampling.BICUBIC))).mean())
     return float(np.mean(differences)), float(np.max(differences))
 
 
-def bench_decoding(samples: int, different: int, repeats: int, sizes: Iterable[str]) -> list[dict[str, Any]]:
-    rows, tokenizer, own_tokenizer = [], open_clip.get_tokenizer(MODEL), create_tokenizer(MODEL)
+def bench_decoding(samples: int, distinct: int, repeats: int, sizes: Iterable[str]) -> list[dict[str, Any]]:
+    rows, tokenizer, fast_tokenizer = [], open_clip.get_tokenizer(MODEL), create_tokenizer(MODEL)
     print(f"{'images':<16}{'loader':<12}{'samples/s':>11}{'per CPU s':>11}{'ratio':>8}   difference to open_clip")
     for name in sizes:
         size = target(name)
         with tempfile.TemporaryDirectory() as directory:
-            pattern = write_photographs(Path(directory), SIZES[name], samples, different)
+            pattern = write_photographs(Path(directory), SIZES[name], samples, distinct)
             measured: dict[str, list[tuple[float, float]]] = {"open_clip": [], "leanclip": []}
             for _ in range(repeats):
-                measured["open_clip"].append(rates(open_clips(pattern, size, tokenizer, samples)))
-                measured["leanclip"].append(rates(leanclip_loader(pattern, size, own_tokenizer)))
+                measured["open_clip"].append(rates(open_clip_images(pattern, size, tokenizer, samples)))
+                measured["leanclip"].append(rates(leanclip_images(pattern, size, fast_tokenizer)))
             source = Shards(pattern)
-            mean, largest = difference((source.image_bytes(i) for i in range(min(different, 64))), size)
+            mean, largest = difference((source.image_bytes(i) for i in range(min(distinct, 64))), size)
         base = statistics.median(cpu for _, cpu in measured["open_clip"])
         for loader, both in measured.items():
             wall, cpu = (statistics.median(column) for column in zip(*both, strict=True))
@@ -184,43 +164,30 @@ def bench_decoding(samples: int, different: int, repeats: int, sizes: Iterable[s
             if loader == "leanclip":
                 row |= {"difference_mean": round(mean, 3), "difference_max": round(largest, 3)}
             rows.append(row)
-            note = f"   mean {mean:.2f}/255, largest {largest:.2f}/255" if loader == "leanclip" else ""
-            print(f"{name:<16}{loader:<12}{wall:>11.1f}{cpu:>11.1f}{row['ratio']:>8.2f}{note}", flush=True)
+            shown = f"   mean {mean:.2f}/255, max {largest:.2f}/255" if loader == "leanclip" else ""
+            print(f"{name:<16}{loader:<12}{wall:>11.1f}{cpu:>11.1f}{row['ratio']:>8.2f}{shown}", flush=True)
     return rows
 
 
-def write_tars(directory: Path, samples: int, payload: int) -> int:
-    """Many samples with little work: the headers differ, the payloads do not. Returns the bytes written."""
-
-    def header(name: bytes, size: int) -> bytes:
-        block = bytearray(512)
-        block[: len(name)] = name
-        block[100:148] = b"0000644\0" + b"0000000\0" * 2 + b"%011o\0" % size + b"00000000000\0"
-        block[148:157] = b" " * 8 + b"0"
-        block[257:265] = b"ustar\00000"
-        block[148:156] = b"%06o\0 " % sum(block)
-        return bytes(block)
-
-    def padded(content: bytes) -> bytes:
-        return content + bytes(-len(content) % 512)
-
-    image, caption = os.urandom(payload), b"a caption of an ordinary length, which a tar pads to 512 bytes"
-    image_body, caption_body = padded(image), padded(caption)
-    per_shard = 10_000
+def write_tars(directory: Path, samples: int, image_size: int) -> int:
+    """Samples with different names and the same content, padded to blocks. Returns the bytes written."""
+    caption = b"a caption of an ordinary length, which a tar pads to 512 bytes"
+    contents = {"jpg": os.urandom(image_size), "txt": caption}
     written = 0
-    for shard in range(-(-samples // per_shard)):
-        with (directory / f"{shard:05d}.tar").open("wb") as file:
-            for number in range(shard * per_shard, min((shard + 1) * per_shard, samples)):
-                file.write(header(b"%09d.jpg" % number, payload) + image_body)
-                file.write(header(b"%09d.txt" % number, len(caption)) + caption_body)
+    for start in range(0, samples, SAMPLES_PER_TAR):
+        with (directory / f"{start // SAMPLES_PER_TAR:05d}.tar").open("wb") as file:
+            for number in range(start, min(start + SAMPLES_PER_TAR, samples)):
+                for ending, content in contents.items():
+                    entry = tarfile.TarInfo(f"{number:09d}.{ending}")
+                    entry.size = len(content)
+                    file.write(entry.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % 512))
             written += file.write(bytes(1024)) + file.tell() - 1024
             file.flush()
             os.fsync(file.fileno())
     return written
 
 
-def forget(directory: Path) -> None:
-    """Drop the files from the page cache."""
+def drop_from_page_cache(directory: Path) -> None:
     for path in directory.glob("*.tar"):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -228,27 +195,27 @@ def forget(directory: Path) -> None:
 
 
 def timed(action: Callable[[], Any]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     action()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def bench_index(samples: int, payload: int) -> list[dict[str, Any]]:
+def bench_index(samples: int, image_size: int) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        size = write_tars(directory, samples, payload)
+        size = write_tars(directory, samples, image_size)
         shell = ["sh", "-c", f"cat {name}/*.tar > /dev/null"]
-        kept = directory / index.INDEX_NAME
+        index_file = directory / index.INDEX_NAME
 
         def build() -> None:
-            kept.unlink(missing_ok=True)
+            index_file.unlink(missing_ok=True)
             assert len(Shards(name)) == samples
 
         for state in ("cold", "warm"):
             for what, action in (("cat", lambda: subprocess.run(shell, check=True)), ("index", build)):
                 if state == "cold":
-                    forget(directory)
+                    drop_from_page_cache(directory)
                 else:
                     subprocess.run(shell, check=True)
                 seconds = timed(action)
@@ -256,10 +223,10 @@ def bench_index(samples: int, payload: int) -> list[dict[str, Any]]:
                              "megabytes_per_second": round(size / 1e6 / seconds)})  # fmt: skip
                 print(f"{what:<6} {state}: {seconds:7.2f} s, {size / 1e6 / seconds:7.0f} MB/s of {size / 1e9:.2f} GB",
                       flush=True)  # fmt: skip
-        if kept.is_file():
+        if index_file.is_file():
             loaded = timed(lambda: Shards(name))
-            per_sample = kept.stat().st_size / samples
-            print(f"load: {loaded:.3f} s for {samples:,} samples, {per_sample:.1f} bytes a sample")
+            per_sample = index_file.stat().st_size / samples
+            print(f"load: {loaded:.3f} s for {samples:,} samples, {per_sample:.1f} bytes per sample")
             rows.append({"what": f"load {samples} samples", "seconds": round(loaded, 4),
                          "bytes_per_sample": round(per_sample, 2)})  # fmt: skip
     return rows
@@ -267,12 +234,12 @@ def bench_index(samples: int, payload: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few samples, nothing is stored")
-    parser.add_argument("--samples", type=int, default=1024, help="samples an epoch of each size of images")
+    parser.add_argument("--quick", action="store_true", help="a few samples; the results are not stored")
+    parser.add_argument("--samples", type=int, default=1024, help="samples per epoch for each image size")
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--repeats", type=int, default=3, help="epochs of each loader, in turn; the median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="epochs of each loader; the median is reported")
     parser.add_argument("--index-samples", type=int, default=1_000_000)
-    parser.add_argument("--index-payload", type=int, default=8192, help="bytes of each image that is indexed")
+    parser.add_argument("--index-payload", type=int, default=8192, help="bytes per image of the index benchmark")
     parser.add_argument("--skip-index", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -284,20 +251,20 @@ def main() -> None:
     rows = bench_decoding(arguments.samples, 64, arguments.repeats, arguments.sizes)
     if not arguments.skip_index:
         rows += bench_index(arguments.index_samples, arguments.index_payload)
-    provenance = {
+    facts = {
         "version": leanclip.__version__,
         "torch": torch.__version__,
         "open_clip": open_clip.__version__,
         "hardware": f"{platform.machine()} cpu, {os.cpu_count()} cores",
         "date": time.strftime("%Y-%m-%d"),
     }
-    rows = [row | provenance for row in rows]
+    rows = [row | facts for row in rows]
     measured = {row["what"] for row in rows}
-    with RESULTS.open(newline="") as file:  # other measurements are kept
+    with RESULTS.open(newline="") as file:  # keep the results that were not measured now
         rows += [row for row in csv.DictReader(file) if row["what"] not in measured]
-    names = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in provenance]
+    names = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in facts]
     with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*names, *provenance])
+        writer = csv.DictWriter(file, [*names, *facts])
         writer.writeheader()
         writer.writerows(rows)
     print(f"written: {RESULTS}")
