@@ -40,8 +40,8 @@ def make_csv(folder: Path, count: int) -> Path:
 
 
 def make_tsv(folder: Path, count: int) -> Path:
-    pairs = write_images(folder, count)
-    return write_table(folder / "pairs.tsv", [(str(folder / name), text) for name, text in pairs], separator="\t")
+    rows = [(str(folder / name), caption) for name, caption in write_images(folder, count)]
+    return write_table(folder / "pairs.tsv", rows, separator="\t")
 
 
 def make_parquet_bytes(folder: Path, count: int) -> Path:

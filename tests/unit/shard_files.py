@@ -34,11 +34,11 @@ def shard_bytes(samples, **options):
     return file.getvalue()
 
 
-def picture(seed, size=(24, 20), kind="JPEG", **options):
+def picture(seed, size=(24, 20), kind="JPEG", mode="RGB", **options):
     """An encoded image of smooth random colours."""
     pixels = np.random.default_rng(seed).integers(0, 256, (3, 3, 3), dtype=np.uint8)
     file = io.BytesIO()
-    Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(file, kind, **options)
+    Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).convert(mode).save(file, kind, **options)
     return file.getvalue()
 
 

@@ -34,9 +34,9 @@ def train(logs, data, *, batch=4):
     return json.loads((logs / "run" / "run.json").read_text())
 
 
-@pytest.mark.parametrize("form", ["csv", "tsv"])
-def test_tables_train_directly(form, tmp_path):
-    data = PACKABLE[form](tmp_path / "data", COUNT)
+@pytest.mark.parametrize("form", ["csv", "tsv", "synthetic"])
+def test_tables_and_synthetic_data_train_directly(form, tmp_path):
+    data = f"synthetic:{COUNT}" if form == "synthetic" else PACKABLE[form](tmp_path / "data", COUNT)
     assert train(tmp_path / "logs", data)["train_samples"] == COUNT
 
 
@@ -108,10 +108,6 @@ def test_the_error_for_data_to_pack_names_the_command(tmp_path, monkeypatch, dat
 def test_unusable_sources_are_refused(data, code):
     with refuses(code, data):
         open_source(data, DataConfig())
-
-
-def test_synthetic_data_train(tmp_path):
-    assert train(tmp_path, "synthetic:1000")["train_samples"] == 1000
 
 
 def test_quotes_separators_line_breaks_blank_lines_and_byte_order_marks_are_read(tmp_path):

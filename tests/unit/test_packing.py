@@ -17,7 +17,7 @@ from data_forms import bundled, make_coco, make_csv, make_folder, make_parquet_b
 from in_workers import die, square
 from PIL import Image
 from pyarrow import parquet
-from shard_files import exit_code
+from shard_files import exit_code, picture
 
 from leanclip.data import BrokenSample, Shards
 from leanclip.data.csv_table import Table
@@ -36,17 +36,6 @@ def command(*arguments):
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.tar")}
-
-
-def encoded(image: Image.Image, kind: str, **options) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
-def photograph(width: int, height: int) -> Image.Image:
-    coarse = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def test_the_same_input_gives_the_same_bytes_with_any_number_of_workers(tmp_path):
@@ -123,19 +112,19 @@ def test_other_data_or_settings_are_refused(tmp_path):
     table, out = make_csv(tmp_path / "data", 8), tmp_path / "out"
     config = PackConfig(samples_per_shard=4)
     pack(Table(table), out, config)
-    with refuses("pack.other_settings", "--samples-per-shard 4, not 5"):
-        pack(Table(table), out, PackConfig(samples_per_shard=5))
-    with refuses("pack.other_settings", "--max-size None, not 16"):
-        pack(Table(table), out, PackConfig(samples_per_shard=4, max_size=16))
-    with refuses("pack.other_source"):
-        pack(Table(table, caption_key="filepath"), out, config)
+    (tmp_path / "mine.tar").write_bytes(b"x")
+    for code, source, target, settings in (
+        ("pack.other_settings", Table(table), out, PackConfig(samples_per_shard=5)),
+        ("pack.other_settings", Table(table), out, PackConfig(samples_per_shard=4, max_size=16)),
+        ("pack.other_source", Table(table, caption_key="filepath"), out, config),
+        ("pack.foreign_folder", Table(table), tmp_path, config),
+    ):
+        with refuses(code, str(target)):
+            pack(source, target, settings)
     with table.open("a") as file:
         file.write("images/000.jpg,one more\n")
     with refuses("pack.other_source"):
         pack(Table(table), out, config)
-    (tmp_path / "mine.tar").write_bytes(b"x")
-    with refuses("pack.foreign_folder"):
-        pack(Table(table), tmp_path, config)
     (out / "pack.jsonl").write_text("[1]\n")
     with refuses("pack.journal_damaged", "pack.jsonl"):
         pack(Table(table), out, config)
@@ -190,48 +179,35 @@ def test_on_broken_stop_stops_at_the_sample(tmp_path, capsys):
 
 
 def test_large_images_are_scaled_down_and_other_formats_converted(tmp_path):
-    (tmp_path / "data").mkdir()
-    palette = photograph(90, 60).convert("P")
     images = {
-        "a.jpg": encoded(photograph(400, 300), "JPEG", quality=95),
-        "b.png": encoded(photograph(64, 200).convert("RGBA"), "PNG"),
-        "c.webp": encoded(photograph(120, 120), "WEBP"),
-        "d.gif": encoded(palette, "GIF"),
-        "e.bmp": encoded(photograph(30, 20), "BMP"),
-        "f.jpg": encoded(photograph(300, 200).convert("CMYK"), "JPEG"),
-        "g.jpg": encoded(photograph(40, 50), "JPEG"),
+        "a.jpg": (picture(0, (400, 300), quality=95), ("JPEG", (67, 50), "RGB")),
+        "b.png": (picture(0, (64, 200), "PNG", "RGBA"), ("PNG", (50, 156), "RGBA")),
+        "c.webp": (picture(0, (120, 120), "WEBP"), ("WEBP", (50, 50), "RGB")),
+        "d.gif": (picture(0, (90, 60), "GIF", "P"), ("PNG", (75, 50), "RGB")),
+        "e.bmp": (picture(0, (30, 20), "BMP"), ("PNG", (30, 20), "RGB")),
+        "f.jpg": (picture(0, (300, 200), mode="CMYK"), ("JPEG", (75, 50), "RGB")),
+        "g.jpg": (picture(0, (40, 50)), ("JPEG", (40, 50), "RGB")),
     }
-    for name, content in images.items():
+    (tmp_path / "data").mkdir()
+    for name, (content, _) in images.items():
         (tmp_path / "data" / name).write_bytes(content)
         (tmp_path / "data" / name).with_suffix(".txt").write_text(name)
     summary = pack(Folder(tmp_path / "data"), tmp_path / "out", PackConfig(max_size=50))
     assert summary.samples == len(images) and not summary.skipped
     packed = Shards(str(tmp_path / "out"))
-    found = {}
-    for index in range(len(packed)):
+    for index, (_, expected) in enumerate(images.values()):
         with Image.open(io.BytesIO(packed.image_bytes(index))) as image:
-            found[packed.captions(index)[0]] = (image.format, image.size, image.mode)
-    assert found == {
-        "a.jpg": ("JPEG", (67, 50), "RGB"),
-        "b.png": ("PNG", (50, 156), "RGBA"),
-        "c.webp": ("WEBP", (50, 50), "RGB"),
-        "d.gif": ("PNG", (75, 50), "RGB"),
-        "e.bmp": ("PNG", (30, 20), "RGB"),
-        "f.jpg": ("JPEG", (75, 50), "RGB"),
-        "g.jpg": ("JPEG", (40, 50), "RGB"),
-    }
-    assert packed.image_bytes(6) == images["g.jpg"]
-    with Image.open(io.BytesIO(packed.image_bytes(0))) as small:
-        expected = encoded(photograph(400, 300).resize((67, 50), Image.Resampling.BICUBIC), "JPEG", quality=90)
-        difference = np.asarray(small, float) - np.asarray(Image.open(io.BytesIO(expected)), float)
-        assert np.abs(difference).mean() < 2
+            assert (image.format, image.size, image.mode) == expected
+    assert packed.image_bytes(6) == images["g.jpg"][0]
+    small, large = (Image.open(io.BytesIO(content)) for content in (packed.image_bytes(0), images["a.jpg"][0]))
+    resized = large.resize((67, 50), Image.Resampling.BICUBIC)
+    assert np.abs(np.asarray(small, float) - np.asarray(resized, float)).mean() < 2
 
 
 def test_an_image_bomb_is_a_broken_sample(tmp_path, monkeypatch):
     monkeypatch.setattr("leanclip.data.decode.MAX_PIXELS", 1000)
     pairs = write_images(tmp_path / "data", 2)
-    small = encoded(photograph(20, 20), "PNG")
-    (tmp_path / "data" / "small.png").write_bytes(small)
+    (tmp_path / "data" / "small.png").write_bytes(picture(0, (20, 20), "PNG"))
     table = write_table(tmp_path / "data" / "pairs.csv", [*pairs, ("small.png", "a kite")])
     summary = pack(Table(table), tmp_path / "out", PackConfig())
     assert summary.samples == 1 and summary.skipped == {"huge": 2}
