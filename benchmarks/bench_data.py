@@ -34,6 +34,7 @@ import open_clip
 import torch
 import webdataset
 from PIL import Image
+from webdataset.writer import TarWriter
 
 import leanclip
 from leanclip.data import Shards, TrainingLoader, index
@@ -90,7 +91,7 @@ def write_photographs(directory: Path, size: tuple[int, int], samples: int, dist
     """Shards of photographs with captions, half of them upright. Returns their pattern."""
     images = [photograph(*(size if number % 2 else size[::-1]), seed=number) for number in range(distinct)]
     for shard in range(4):
-        with webdataset.TarWriter(str(directory / f"{shard:05d}.tar")) as tar:
+        with TarWriter(str(directory / f"{shard:05d}.tar")) as tar:
             for number in range(shard, samples, 4):
                 caption = " ".join(random.Random(number).choices(WORDS, k=12))
                 tar.write({"__key__": f"{number:09d}", "jpg": images[number % distinct], "txt": caption})
