@@ -64,7 +64,6 @@ def remove(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -64,7 +64,6 @@ class SavedRun:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The sample ids of the run."""
         manifest = self.content["manifest"]
         return None if manifest is None else check_manifest(manifest, str(self.path / STATE_FILE))
 
@@ -143,7 +142,6 @@ def _check_types(content: dict[str, Any]) -> None:
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """All settings by name, as JSON values."""
     flat = {name: value for part in asdict(config).values() for name, value in part.items()}
     return json.loads(json.dumps(flat))
 

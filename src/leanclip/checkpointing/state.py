@@ -135,7 +135,6 @@ class RunState:
         }
 
     def _stored_moments(self, stored: StoredTensors, *, reset_loss: bool) -> dict[str, Tensor]:
-        """Empty tensors for the stored ones, split like their parameters."""
         moments: dict[str, Tensor] = {}
         parameters = self._parameters()
         for key in (key for key in stored.shapes if key.startswith(OPTIMIZER)):
@@ -171,7 +170,6 @@ class RunState:
         return {key: value for key, value in numbers.items() if isinstance(value, int | float)}
 
     def _settings(self) -> set[str]:
-        """The keys of a group that the configuration sets."""
         names = {"params", "lr", "initial_lr", "peak_lr", "follows_schedule", "weight_decay", "name"}
         return names | set(self.optimizer.defaults)
 

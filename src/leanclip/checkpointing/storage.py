@@ -141,8 +141,6 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: dist.Pr
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """The tensors that `write_tensors` wrote."""
-
     directory: Path
     shapes: Mapping[str, torch.Size]
     dtypes: Mapping[str, torch.dtype]

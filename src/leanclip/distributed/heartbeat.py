@@ -67,7 +67,6 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self, *, failed: bool = False) -> None:
-        """Write the final status of this rank and end the thread."""
         if self._thread is None:
             return
         self._final_status = FAILED if failed else DONE
@@ -127,7 +126,6 @@ class Heartbeat:
                 peer.count, peer.ticks, peer.active_at = count, ticks, now
 
     def _silent(self, seconds: float) -> str | None:
-        """A message about ranks without a heartbeat for this long."""
         now = time.monotonic()
         silent = {r: now - p.beat_at for r, p in self._peers.items() if not p.ended and now - p.beat_at > seconds}
         if not silent:
@@ -135,7 +133,6 @@ class Heartbeat:
         return f"{self._names(*silent)} sent no heartbeat for {max(silent.values()):.0f} s: it died or its host hangs"
 
     def _ended(self, *statuses: str) -> str | None:
-        """A message about ranks that ended while this one runs."""
         ended = [str(rank) for rank, peer in self._peers.items() if peer.status in statuses]
         return f"rank {', '.join(ended)} ended early; its own message says why" if ended else None
 

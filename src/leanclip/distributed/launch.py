@@ -65,7 +65,6 @@ def detect_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def was_restarted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun started this process again after a failure."""
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 

@@ -88,7 +88,6 @@ class Ranks:
         return PendingGather(wait)
 
     def sum(self, local: Tensor, *, purpose: str) -> Tensor:
-        """The sum over all ranks, in place."""
         if self.size > 1:
             TRAFFIC_COUNTER.record(purpose, local.nbytes)
             ACTIVITY.advance()

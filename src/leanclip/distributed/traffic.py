@@ -28,7 +28,6 @@ class TrafficCounter:
         self.volumes.clear()
 
     def loss_total(self) -> Volume:
-        """The loss's collectives only."""
         volumes = [volume for purpose, volume in self.volumes.items() if purpose in GATHERED + REDUCED]
         return Volume(sum(volume.calls for volume in volumes), sum(volume.bytes for volume in volumes))
 

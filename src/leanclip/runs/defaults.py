@@ -126,7 +126,6 @@ def _model_of(weights: str | None) -> str | None:
 
 
 def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | None]:
-    """Steps between evaluations and between checkpoints, converted from epochs or by default."""
     eval_every, save_every = run.eval_every, run.save_every
     if run.val_frequency is not None:
         eval_every = run.val_frequency * epoch

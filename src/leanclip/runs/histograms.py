@@ -44,7 +44,6 @@ def state_histograms(loss: ContrastiveLoss) -> list[Histogram]:
 
 @torch.no_grad()
 def _count(state: SampleState, name: str, edges: torch.Tensor) -> Histogram:
-    """Waits for the device."""
     table = state.table(name)
     counts = torch.zeros(len(edges) - 1, dtype=torch.int64, device=table.device)
     inner = edges[1:-1].to(table.device)

@@ -23,8 +23,6 @@ INCOMPLETE = 2**62  # instead of a step: a line that a killed run did not finish
 
 
 class Result(NamedTuple):
-    """The last evaluation on a set."""
-
     step: int
     metrics: Mapping[str, float]
 
@@ -99,7 +97,6 @@ class MetricsLog:
         self.flush()
 
     def flush(self) -> None:
-        """Write the pending lines if the disk has space."""
         try:
             while self._pending:
                 written = self._file.write(self._pending[0])

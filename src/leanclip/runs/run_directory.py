@@ -59,7 +59,6 @@ class RunDirectory:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process has locked it."""
         return self.path.resolve() in _HELD
 
     @contextlib.contextmanager
@@ -136,7 +135,6 @@ class RunDirectory:
         return facts if isinstance(facts, dict) else {}
 
     def describe(self, **facts: Any) -> None:
-        """Add facts to run.json."""
         write_atomically(self.path / RUN_FILE, json.dumps(self.facts() | facts, indent=1))
 
 
@@ -166,7 +164,6 @@ def _lock(descriptor: int, path: Path) -> bool:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Versions and device, for run.json."""
     name = f"cpu ({os.cpu_count()} cores)"
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory

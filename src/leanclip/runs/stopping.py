@@ -95,6 +95,5 @@ class Stopping:
 
 
 def exit_code(reason: str) -> int:
-    """The exit code of a run that was stopped and has saved."""
     code = stopped_code()
     return INTERRUPTED if code and reason == CTRL_C else code

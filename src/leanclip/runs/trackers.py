@@ -31,8 +31,6 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run directory."""
-
     location: str | None = None
 
     def __init__(self, directory: Path, *, resume_at: int | None) -> None:
@@ -123,7 +121,6 @@ class WeightsAndBiases:
 
 
 def check_trackers(report_to: str) -> None:
-    """Raise before the set-up if a tracker is not installed."""
     if "wandb" in tracker_names(report_to) and find_spec("wandb") is None:
         raise UserError(
             f"--report-to {report_to}: wandb is not installed; pip install 'leanclip[wandb]'",
@@ -132,7 +129,6 @@ def check_trackers(report_to: str) -> None:
 
 
 def open_trackers(config: TrainConfig, directory: RunDirectory, *, resume_at: int | None) -> Sequence[Tracker]:
-    """The trackers of --report-to, on rank 0."""
     names = tracker_names(config.run.report_to)
     trackers: list[Tracker] = []
     if "wandb" in names:
