@@ -1,4 +1,4 @@
-"""Fields of the configuration dataclasses: what their types accept, and marks that the command line reads."""
+"""Fields of the configuration dataclasses: what their types accept, and marks for the command line and for resuming."""
 
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
@@ -7,9 +7,26 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 T = TypeVar("T")
 
 
+def setting(
+    default: T,
+    *,
+    common: bool = False,
+    resume: Literal["noted", "free", "fixed", "fixed_unless_reset"] = "noted",
+) -> T:
+    """A field with marks.
+
+    Args:
+        default: of the field.
+        common: `--help` shows it; the others are in `--help-all` only.
+        resume: a resumed run may change it with a note, without one (free), not at all (fixed), or only with
+            --reset-loss-state.
+    """
+    return field(default=default, metadata={"common": common, "resume": resume})
+
+
 def common(default: T) -> T:
-    """A field with this default that `--help` shows. Fields without this mark are in `--help-all` only."""
-    return field(default=default, metadata={"common": True})
+    """A field that `--help` shows."""
+    return setting(default, common=True)
 
 
 @dataclass(frozen=True)

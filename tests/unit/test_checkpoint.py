@@ -11,12 +11,12 @@ import torch
 from checkpoint_runs import arguments, equal, job_of, leanclip, names, saved_tensors, steps_of_metrics, train
 
 from leanclip.checkpointing.checkpoint import Checkpoints, Position, clean_up
-from leanclip.checkpointing.resume import FIXED, FREE, SavedRun, find_checkpoint, settings
+from leanclip.checkpointing.resume import SavedRun, find_checkpoint
 from leanclip.checkpointing.storage import verify
 from leanclip.data.datasets import BUNDLED
 from leanclip.errors import STOPPED
 from leanclip.optim import set_learning_rate
-from leanclip.runs import RunDirectory, TrainConfig
+from leanclip.runs import RunDirectory
 from leanclip.runs.stopping import Stopping
 from refusal import refusal_code
 
@@ -119,12 +119,6 @@ def test_changed_settings_are_reported_except_free_ones(run, capsys):
     output = capsys.readouterr().out.replace("\n", " ")
     assert "resumed with --lr 0.02, the run has 0.01" in output and "--max-steps 9" in output
     assert "--workers" not in output and "--log-every" not in output and "--micro-batch" not in output
-
-
-def test_fixed_and_free_settings_exist():
-    known = set(settings(TrainConfig()))
-    assert set(FIXED) <= known and set(FREE) <= known
-    assert not set(FIXED) & set(FREE)
 
 
 def test_new_data_reset_the_tables_once(run):

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -20,19 +20,12 @@ from leanclip.runs.run_directory import RunDirectory
 
 AUTO, LATEST = "auto", "latest"
 
-FIXED = (  # a change of these makes another run
-    "loss", "global_batch_size", "opt", "seed", "lock_image", "lock_image_unlocked_groups", "lock_text",
-    "lock_text_unlocked_layers", "shuffle", "val_split", "train_data_upsampling_factors",
-)  # fmt: skip
-FREE = (  # do not change the result
-    "name", "model", "logs", "device", "workers", "log_every", "eval_every", "val_frequency", "save_every",
-    "save_frequency", "keep_last", "keep_every", "stop_on_save_error", "max_hours", "best_metric", "report_to",
-    "wandb_project_name", "wandb_notes", "zero_shot", "imagenet_val", "imagenet_v2", "templates", "resume",
-    "reset_loss_state", "overwrite", "train_data", "val_data", "pretrained", "batch_size", "micro_batch",
-    "grad_checkpointing", "fsdp", "dist_timeout", "train_num_samples", "data_size", "max_broken", "implementation",
-    "tau", "bias",
-)  # fmt: skip
-FREE_AFTER_RESET = ("shuffle", "val_split", "train_data_upsampling_factors", "loss")  # with --reset-loss-state
+# By setting: may a resumed run change it? See `leanclip.settings.setting`.
+RESUME_MARKS = {
+    entry.name: entry.metadata.get("resume", "noted")
+    for part in fields(TrainConfig)
+    for entry in fields(cast("type", part.default_factory))
+}
 
 
 @dataclass(frozen=True)
@@ -105,13 +98,15 @@ class SavedRun:
             raise self._mismatch(f"it trains {self.content['settings']['model']} with another architecture")
         saved, notes = self.content["settings"], []
         for name, value in settings(config).items():
-            if name in FREE or name not in saved or saved[name] == value:
+            mark = RESUME_MARKS[name]
+            if mark == "free" or name not in saved or saved[name] == value:
                 continue
             change = f"{_flag(name)} {_text(value)}, the run has {_text(saved[name])}"
-            if name in FIXED and not (reset_loss and name in FREE_AFTER_RESET):
-                other = "with" if name in FREE_AFTER_RESET else "start a new run from its weights:"
-                remedy = "--reset-loss-state" if name in FREE_AFTER_RESET else "--pretrained"
-                raise self._mismatch(f"{change}; resume with that value, or {other} {remedy}")
+            if mark == "fixed":
+                remedy = "start a new run from its weights: --pretrained"
+                raise self._mismatch(f"{change}; resume with that value, or {remedy}")
+            if mark == "fixed_unless_reset" and not reset_loss:
+                raise self._mismatch(f"{change}; resume with that value, or with --reset-loss-state")
             notes.append(f"resumed with {change}")
         if samples < self.content["samples"] and not reset_loss:
             raise self._mismatch(

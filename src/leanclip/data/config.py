@@ -4,20 +4,20 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from leanclip.settings import common
+from leanclip.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data"""
 
-    train_data: str | None = common(None)
+    train_data: str | None = setting(None, common=True, resume="free")
     """WebDataset tar shards, or a .csv or .tsv of image paths and captions. Shards: a path, a directory, a glob, a
     brace pattern such as 'cc3m-{00000..00331}.tar', or URLs of these forms (s3://, gs://, https://); separate several
     with ::. synthetic:N generates N samples. Default: the bundled emoji."""
-    train_data_upsampling_factors: str | None = None
+    train_data_upsampling_factors: str | None = setting(None, resume="fixed_unless_reset")
     """How often an epoch visits each of several sources, such as 2::1. Default: once."""
-    val_data: str | None = common(None)
+    val_data: str | None = setting(None, common=True, resume="free")
     """Held-out pairs for retrieval. Several captions per image are read from .json under "captions"."""
     csv_img_key: str = "filepath"
     """The column of a .csv or .tsv that holds image paths; relative paths count from the file's folder."""
@@ -25,25 +25,25 @@ class DataConfig:
     """The column that holds captions."""
     csv_separator: str | None = None
     """The column separator, such as ',' or '\\t'. Default: detected from the header."""
-    val_split: float = common(0.0)
+    val_split: float = setting(0.0, common=True, resume="fixed_unless_reset")
     """Share of the training data to hold out. For runs without --val-data."""
     caption_key: str = "captions"
     """The key of the caption or list of captions in a sample's .json; without it the .txt is the caption."""
     caption_weights_key: str | None = None
     """The key of the list of caption weights in a sample's .json. Default: equal weights."""
-    max_broken: float = 0.01
+    max_broken: float = setting(0.01, resume="free")
     """The share of samples that may be broken before the run stops. Broken samples are replaced by others."""
-    shuffle: Literal["all", "blocks"] = "all"
+    shuffle: Literal["all", "blocks"] = setting("all", resume="fixed_unless_reset")
     """all: an epoch is a permutation of all samples. blocks: neighbours stay close together, for slow disks."""
-    batch_size: int | None = None
+    batch_size: int | None = setting(None, resume="free")
     """Samples per step on each process (as in OpenCLIP). Give this or --global-batch-size."""
-    global_batch_size: int | None = common(None)
+    global_batch_size: int | None = setting(None, common=True, resume="fixed")
     """Samples per step over all processes. A resumed run must keep it. Default: 128."""
-    workers: int = common(2)
+    workers: int = setting(2, common=True, resume="free")
     """Processes that decode and augment images. 0 does it in the training process."""
-    train_num_samples: int | None = None
+    train_num_samples: int | None = setting(None, resume="free")
     """Accepted for OpenCLIP's command lines and ignored: leanclip counts the samples."""
-    data_size: int | None = None
+    data_size: int | None = setting(None, resume="free")
     """Accepted for FastCLIP's command lines and ignored: leanclip counts the samples."""
 
     def __post_init__(self) -> None:

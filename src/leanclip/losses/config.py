@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from leanclip.errors import ArgumentError
+from leanclip.settings import setting
 
 RANGES = (
     (("tau", "tau_min", "tau_max", "eps", "tau_adam_eps"), lambda value: value > 0, "must be positive"),
@@ -19,7 +20,7 @@ RANGES = (
 class LossConfig:
     """A value that is not given is the default of the loss."""
 
-    tau: float | None = None
+    tau: float | None = setting(None, resume="free")
     """Initial temperature (0.07, or that of the checkpoint that is fine-tuned)."""
     tau_min: float | None = None
     """Lower clamp of the temperature (0.01)."""
@@ -50,7 +51,7 @@ class LossConfig:
     """isogclr, fastclip-v2: betas of the per-sample Adam (the model optimizer's)."""
     tau_adam_eps: float | None = None
     """isogclr, fastclip-v2: epsilon of the per-sample Adam (the model optimizer's)."""
-    bias: float | None = None
+    bias: float | None = setting(None, resume="free")
     """siglip: initial bias (-10)."""
 
     def __post_init__(self) -> None:

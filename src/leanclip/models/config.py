@@ -3,25 +3,25 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from leanclip.settings import common
+from leanclip.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Model"""
 
-    model: str | None = common(None)
+    model: str | None = setting(None, common=True, resume="free")
     """An open_clip model name, or the path of a config file in its format. Default: the model of the run that
     --pretrained names, else ViT-B-32; leanclip-tiny for the bundled data."""
-    pretrained: str | None = common(None)
+    pretrained: str | None = setting(None, common=True, resume="free")
     """Initial weights: a checkpoint, a leanclip run or an open_clip tag."""
-    lock_image: bool = False
+    lock_image: bool = setting(False, resume="fixed")
     """Freeze the image tower (LiT)."""
-    lock_image_unlocked_groups: int = 0
+    lock_image_unlocked_groups: int = setting(0, resume="fixed")
     """With --lock-image: the number of its last groups of layers that are still trained."""
-    lock_text: bool = False
+    lock_text: bool = setting(False, resume="fixed")
     """Freeze the text tower."""
-    lock_text_unlocked_layers: int = 0
+    lock_text_unlocked_layers: int = setting(0, resume="fixed")
     """With --lock-text: the number of its last layers that are still trained."""
     force_image_size: int | None = None
     """Train at this image size in pixels. Default: the model's."""

@@ -4,14 +4,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from leanclip.settings import common
+from leanclip.settings import common, setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """Optimizer"""
 
-    opt: str = common("adamw")
+    opt: str = setting("adamw", common=True, resume="fixed")
     """adamw, lamb, lion, sgdm or another optimizer of timm."""
     lr: float | None = common(None)
     """Peak learning rate. Default: interpolated from the published settings (docs/algorithm.md)."""

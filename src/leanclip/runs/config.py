@@ -7,7 +7,7 @@ from leanclip.data import DataConfig
 from leanclip.losses import LossConfig
 from leanclip.models import ModelConfig
 from leanclip.optim import OptimConfig
-from leanclip.settings import common
+from leanclip.settings import common, setting
 
 Precision = Literal["amp_bf16", "amp_bfloat16", "amp", "fp32", "fp64"]
 TRACKERS = ("tensorboard", "wandb")
@@ -32,58 +32,58 @@ def _at_least(config: object, minimum: int, *names: str) -> None:
 class RunConfig:
     """Run"""
 
-    name: str | None = common(None)
+    name: str | None = setting(None, common=True, resume="free")
     """Name of the run: its directory under --logs. Default: made of time, model and loss."""
-    logs: str = common("logs")
+    logs: str = setting("logs", common=True, resume="free")
     """The directory that holds the runs."""
     epochs: int = common(32)
     """Passes over the training data."""
     max_steps: int | None = None
     """Stop after this many steps, if --epochs would take more. The schedules end there too."""
-    loss: str = common("fastclip-v3")
+    loss: str = setting("fastclip-v3", common=True, resume="fixed_unless_reset")
     """infonce, siglip, sogclr, isogclr, fastclip-v0, fastclip-v1, fastclip-v2 or fastclip-v3. infonce and
     fastclip-v3 are statistically tied at 32,023 pairs (docs/results.md); FastCLIP's paper reports fastclip-v3 ahead
     on 2.7 to 316 million pairs."""
-    implementation: Literal["auto", "reference", "tiled", "triton"] = "auto"
+    implementation: Literal["auto", "reference", "tiled", "triton"] = setting("auto", resume="free")
     """The loss backend; auto takes the fastest."""
     precision: Precision | None = common(None)
     """Arithmetic of the towers. amp_bf16: bf16 autocast; amp: fp16 autocast with a loss scale. Default: amp_bf16 on a
     GPU, fp32 without one."""
-    device: str | None = common(None)
+    device: str | None = setting(None, common=True, resume="free")
     """cpu, cuda or cuda:1. Default: a GPU if there is one."""
-    seed: int = 0
+    seed: int = setting(0, resume="fixed")
     """Seed of initial weights, sample order, captions and augmentation."""
-    save_frequency: int | None = None
+    save_frequency: int | None = setting(None, resume="free")
     """Epochs between checkpoints (as in OpenCLIP); --save-every sets it in steps."""
-    val_frequency: int | None = None
+    val_frequency: int | None = setting(None, resume="free")
     """Epochs between evaluations (as in OpenCLIP); --eval-every sets it in steps."""
-    log_every: int = 10
+    log_every: int = setting(10, resume="free")
     """Steps between log lines."""
-    eval_every: int | None = common(None)
+    eval_every: int | None = setting(None, common=True, resume="free")
     """Steps between evaluations. 0 evaluates only before and after. Default: a tenth of the run, at least 10."""
-    zero_shot: tuple[str, ...] = common(())
+    zero_shot: tuple[str, ...] = setting((), common=True, resume="free")
     """Labelled images to classify at each evaluation. Tar shards with .cls files and a classnames.txt, or a folder
     for each class. The flag can be repeated. The bundled data set includes its own."""
-    imagenet_val: str | None = None
+    imagenet_val: str | None = setting(None, resume="free")
     """ImageNet's validation images, in a folder for each class, to classify at each evaluation."""
-    imagenet_v2: str | None = None
+    imagenet_v2: str | None = setting(None, resume="free")
     """ImageNet-V2, likewise; its folders are numbered."""
-    templates: str | None = None
+    templates: str | None = setting(None, resume="free")
     """Prompts for class names: openai (80), simple (7), or a file with one per line, with {} for the name.
     Default: those of the set, else openai for ImageNet and simple for others."""
-    save_every: int | None = common(None)
+    save_every: int | None = setting(None, common=True, resume="free")
     """Steps between checkpoints. 0 saves only at the end. Default: a twentieth of the run, at least 100. Training
     continues while a checkpoint is written."""
-    keep_last: int = 3
+    keep_last: int = setting(3, resume="free")
     """How many of the newest checkpoints are kept; 0 keeps all. The best one (--best-metric) is kept as well."""
-    keep_every: int | None = None
+    keep_every: int | None = setting(None, resume="free")
     """Checkpoints at multiples of this many steps are kept as well."""
-    stop_on_save_error: bool = False
+    stop_on_save_error: bool = setting(False, resume="free")
     """End the run when a checkpoint cannot be written. Default: warn, and retry at the next one."""
-    max_hours: float | None = common(None)
+    max_hours: float | None = setting(None, common=True, resume="free")
     """After this many hours save and exit with code 75. --resume auto continues. SIGTERM and SIGUSR1 do the same, and
     Ctrl-C with code 130."""
-    best_metric: str = "text_to_image_recall@10"
+    best_metric: str = setting("text_to_image_recall@10", resume="free")
     """The checkpoint with the highest value of this is kept as checkpoints/best. Of a zero-shot set: NAME/top1."""
     ema: float | None = None
     """Keep a running average of the weights with this decay, such as 0.9999, and evaluate and export it.
@@ -91,19 +91,19 @@ class RunConfig:
     max_bad_steps: int = 10
     """Non-finite steps in a row (each is skipped) before the run reloads its last checkpoint; the second time it
     stops and writes diagnosis.json."""
-    report_to: str = common("tensorboard")
+    report_to: str = setting("tensorboard", common=True, resume="free")
     """Trackers: tensorboard, wandb, all or none. metrics.jsonl is always written."""
-    wandb_project_name: str = "leanclip"
+    wandb_project_name: str = setting("leanclip", resume="free")
     """The wandb project of the run."""
-    wandb_notes: str | None = None
+    wandb_notes: str | None = setting(None, resume="free")
     """Notes that wandb shows with the run."""
-    resume: str | None = common(None)
+    resume: str | None = setting(None, common=True, resume="free")
     """Continue from a checkpoint; `auto`: the newest of this run, if any. `latest`: this run's newest, an error if
     it has none. Or a path: another run, one of its checkpoints, or a checkpoint file of OpenCLIP."""
-    reset_loss_state: bool = False
+    reset_loss_state: bool = setting(False, resume="free")
     """With --resume: start with empty per-sample tables, for new data or another loss. Weights, optimizer, step and
     a temperature that all samples share are kept."""
-    overwrite: bool = common(False)
+    overwrite: bool = setting(False, common=True, resume="free")
     """Replace a run of the same name."""
 
     def __post_init__(self) -> None:
@@ -129,11 +129,11 @@ class RunConfig:
 class ParallelConfig:
     """Memory and processes"""
 
-    micro_batch: int | None = common(None)
+    micro_batch: int | None = setting(None, common=True, resume="free")
     """Samples embedded at a time, for large batches on small GPUs. Only embeddings are kept; gradients are those of
     the whole batch; a step takes about half more time. Default: the share of a process, or on a GPU where that does
     not fit the most that does."""
-    grad_checkpointing: bool | int = common(False)
+    grad_checkpointing: bool | int = setting(False, common=True, resume="free")
     """Recompute activations in the backward pass to save memory. Of all transformer blocks, or of this many of each
     tower (--grad-checkpointing 6)."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -145,11 +145,11 @@ class ParallelConfig:
     pad_text: bool = False
     """Run the text tower on captions padded to the context length, as OpenCLIP does. Default: without padding,
     which is faster and gives the same result for causal towers that are read at the end token."""
-    fsdp: bool = common(False)
+    fsdp: bool = setting(False, common=True, resume="free")
     """Shard weights, gradients and optimizer state (FSDP2). Default: every process holds all of them (DDP)."""
     use_bn_sync: bool = False
     """Batch normalisation over the samples of all processes (ResNets on GPUs). Default: of each process."""
-    dist_timeout: float = 600.0
+    dist_timeout: float = setting(600.0, resume="free")
     """Timeout in seconds after which the other processes end when one died or hangs."""
 
     def __post_init__(self) -> None:
