@@ -1,4 +1,4 @@
-"""Fields of the configuration dataclasses: what their types accept, and marks for the command line and for resuming."""
+"""Fields of the configuration dataclasses: the values that their types accept, and marks for --help and --resume."""
 
 from dataclasses import dataclass, field
 from types import NoneType, UnionType

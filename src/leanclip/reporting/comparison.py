@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from leanclip.config import load_toml
 from leanclip.errors import UserError
 from leanclip.reporting.charts import Chart, Series, quantile
 from leanclip.reporting.report_sections import (
@@ -108,6 +107,8 @@ def differences(runs: Sequence[RunData]) -> tuple[dict[str, tuple[str, ...]], in
 
 
 def read_settings(run: RunData) -> dict[str, Any]:
+    from leanclip.config import load_toml  # imports torch, which `leanclip report --help` does not need
+
     try:
         return load_toml(run.path / "config.toml")
     except UserError:
