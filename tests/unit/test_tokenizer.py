@@ -1,4 +1,4 @@
-"""The tokenizer that remembers words gives open_clip's tokens, whatever the text."""
+"""The tokenizer with a cache of words gives open_clip's tokens for any text."""
 
 import pickle
 import random
@@ -11,7 +11,7 @@ from leanclip.data import Shards
 from leanclip.data.datasets import BUNDLED
 from leanclip.models.tokenizer import CachedEncoder, create_tokenizer, with_cache
 
-TEXTS = (
+SPECIAL = (
     "", "   ", "A dog.", "two  dogs\tand a\ncat ", "it's they're I'VE don't", "a&amp;b", "fish &amp;amp; chips",
     "AT&T", "<start_of_text> a dog <end_of_text>", "<START_OF_TEXT>", "caf\u00e9", "\u201cquoted\u201d", "\ufb01sh",
     "\uff21\uff22", "na\u00c3\u00afve", "\x1b[36mblue\x1b[0m", "a\r\nb", "a\x00b", "\u0130stanbul", "\U0001f436 dog",
@@ -20,56 +20,46 @@ TEXTS = (
 )  # fmt: skip
 
 
+LETTERS = "aAzZ09 .,'!&;#<>_-\t\n\"" + "\u00e9\u00c3\u2019\u3000"
+
+
 @pytest.fixture(scope="module")
-def both():
+def tokenizers():
     return create_tokenizer("ViT-B-32"), open_clip.get_tokenizer("ViT-B-32")
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_the_tokens_are_open_clips(both, text):
-    ours, theirs = both
-    for _ in range(2):  # the second time from memory
-        assert ours.encode(text) == theirs.encode(text)
-    assert torch.equal(ours([text, "a dog"]), theirs([text, "a dog"]))
-
-
-def test_of_random_texts_too(both):
-    ours, theirs = both
+def texts_of(kind):
+    if kind == "bundled":
+        source = Shards(str(BUNDLED / "val-*.tar"))
+        return [caption for index in range(len(source)) for caption in source.captions(index)]
+    if kind == "ascii":  # ftfy must not change any text that counts as plain
+        return [text for code in range(128) for text in (chr(code), f"a{chr(code)}b", chr(code) * 3)]
     draw = random.Random(0)
-    letters = "aAzZ09 .,'!&;#<>_-\t\n\"" + "\u00e9\u00c3\u2019\u3000"
-    for _ in range(3000):
-        text = "".join(draw.choice(letters) for _ in range(draw.randrange(40)))
-        assert ours.encode(text) == theirs.encode(text), repr(text)
+    return ["".join(draw.choice(LETTERS) for _ in range(draw.randrange(40))) for _ in range(3000)]
 
 
-def test_of_every_character_of_ascii(both):
-    """What is taken for plain must be what ftfy leaves alone."""
-    ours, theirs = both
-    for code in range(128):
-        for text in (chr(code), f"a{chr(code)}b", chr(code) * 3):
+@pytest.mark.parametrize("kind", ["special", "bundled", "ascii", "random"])
+def test_the_tokens_are_open_clips(tokenizers, kind):
+    ours, theirs = tokenizers
+    texts = list(SPECIAL) if kind == "special" else texts_of(kind)
+    assert len(texts) > 30
+    for text in texts:
+        for _ in range(2):  # the second time from the cache
             assert ours.encode(text) == theirs.encode(text), repr(text)
+    assert torch.equal(ours(texts), theirs(texts))
 
 
-def test_of_the_bundled_captions(both):
-    ours, theirs = both
-    source = Shards(str(BUNDLED / "val-*.tar"))
-    captions = [caption for index in range(len(source)) for caption in source.captions(index)]
-    assert len(captions) > 50
-    assert torch.equal(ours(captions), theirs(captions))
-
-
-def test_it_travels_to_other_processes_and_forgets_what_is_too_much(both, monkeypatch):
-    ours, theirs = both
+def test_the_cache_is_pickled_and_bounded(tokenizers, monkeypatch):
+    ours, theirs = tokenizers
     assert isinstance(ours.encode, CachedEncoder)
-    there = pickle.loads(pickle.dumps(ours))
-    assert there.encode("a dog") == theirs.encode("a dog")
+    assert pickle.loads(pickle.dumps(ours)).encode("a dog") == theirs.encode("a dog")
     monkeypatch.setattr("leanclip.models.tokenizer.CACHED_WORDS", 2)
-    few = CachedEncoder(ours)
-    assert few("one two three two one three") == theirs.encode("one two three two one three")
-    assert len(few.cache) == 2
+    small = CachedEncoder(ours)
+    assert small("one two three two one three") == theirs.encode("one two three two one three")
+    assert len(small.cache) == 2
 
 
-def test_others_are_left_alone():
-    """Such as one that leaves punctuation out."""
+def test_other_tokenizers_are_unchanged():
+    """Such as one that removes punctuation."""
     tokenizer = open_clip.tokenizer.SimpleTokenizer(clean="canonicalize")
     assert with_cache(tokenizer) is tokenizer and not isinstance(tokenizer.encode, CachedEncoder)
