@@ -23,27 +23,27 @@ PADDED = {
     ("family", "dtype"),
     [(family, torch.float32) for family in FAMILIES] + [("clip", torch.float64), ("custom blocks", torch.float64)],
 )
-def test_embeddings_and_gradients_are_open_clips(family, dtype):
+def test_embeddings_and_gradients_equal_open_clips(family, dtype):
     model = model_of(*FAMILIES[family]).to(dtype).train()
     assert model.padding_reason is None and model.end_of_text is not None
     images = torch.randn(11, 3, 32, 32, dtype=dtype)
     tokens = captions(eos=2 if model.end_of_text.eos == 2 else 96)
     names = list(model.state_dict())
-    right = both_ways(model, images, tokens, ours=False)
-    found = both_ways(model, images, tokens, ours=True)
-    assert set(found) == set(right) and list(model.state_dict()) == names
+    expected = both_ways(model, images, tokens, ours=False)
+    blockwise = both_ways(model, images, tokens, ours=True)
+    assert set(blockwise) == set(expected) and list(model.state_dict()) == names
     truth = both_ways(copy.deepcopy(model).double(), images.double(), tokens, ours=False)
-    scale = max(float(value.norm()) for name, value in right.items() if name not in ("image", "text"))
-    for name, value in right.items():
+    scale = max(float(value.norm()) for name, value in expected.items() if name not in ("image", "text"))
+    for name, value in expected.items():
         # Relative to the tensor, and for gradients that are almost nothing (a bias before a norm) to all of them.
         size = max(float(value.norm()), 1e-2 * scale)
         own_error = float((value.double() - truth[name]).norm())  # many norms in a row round more
         allowed = max((1e-6 if dtype == torch.float32 else 1e-13) * size, 2 * own_error)
-        assert float((found[name] - value).norm()) <= allowed, name
+        assert float((blockwise[name] - value).norm()) <= allowed, name
 
 
 @pytest.mark.parametrize("reason", PADDED)
-def test_other_text_towers_stay_padded_and_say_why(reason):
+def test_other_text_towers_are_padded_with_a_reason(reason):
     base, text = PADDED[reason]
     model = model_of(base, {}, text)
     assert model.end_of_text is None and reason in str(model.padding_reason)
@@ -53,20 +53,20 @@ def test_other_text_towers_stay_padded_and_say_why(reason):
         assert torch.equal(model.encode_text(tokens), model.clip.encode_text(tokens, normalize=True))
 
 
-def test_the_golden_families_of_open_clip_are_told_apart():
-    """By the text towers of its own model configs, built small."""
+def test_the_families_of_open_clip_that_run_without_padding():
+    """By the text towers of its model configs, built small."""
     accepted = {
         "ViT-B-32": True, "RN50": True, "EVA02-B-16": True, "convnext_base": True, "ViT-H-14-worldwide": True,
         "PE-Core-B-16": True, "MobileCLIP-B": True, "ViT-B-16-SigLIP": False, "ViT-L-14-CLIPA": False,
         "coca_ViT-B-32": False, "MobileCLIP-S1": False,
     }  # fmt: skip
-    for name, yes in accepted.items():
+    for name, accepts in accepted.items():
         config = model_config_of(name)[1]
         text = config["text_cfg"] | {"context_length": 19, "vocab_size": 97, "width": 16, "heads": 2, "layers": 1}
         text.pop("hf_tokenizer_name", None)
         base = {"custom_text": True} if config.get("custom_text") else {}
         model = model_of(base, {}, {key: value for key, value in text.items() if key != "tokenizer_kwargs"})
-        assert (model.end_of_text is not None) == yes, name
+        assert (model.end_of_text is not None) == accepts, name
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64])
@@ -83,7 +83,7 @@ def test_rounding_up_keeps_padding_that_changes_nothing(rows):
     assert torch.allclose(model.encode_text(wide), model.encode_text(exact), rtol=1e-12, atol=1e-14)
 
 
-def test_sizes_are_few_and_near():
+def test_rounded_sizes_are_few():
     assert len({rounded(total) for total in range(16384, 32769)}) == STEPS + 1
     assert len({rounded(total) for total in range(1024, 2049)}) == FEWER + 1
     assert all(total <= rounded(total) <= total * (1 + 1 / FEWER) for total in range(1, MANY))
@@ -91,9 +91,9 @@ def test_sizes_are_few_and_near():
     assert layout(torch.tensor([3, 2]), width=4, few_sizes=False).table.tolist() == [[0, 3, 5], [0, 2, 4]]
 
 
-def test_the_first_end_token_counts():
+def test_texts_end_at_the_first_end_token():
     tokens = torch.tensor([[5, 2, 7, 2, 0], [1, 9, 9, 3, 0]])
-    assert EndOfText(2)(tokens).tolist() == [2, 1]  # without one open_clip reads the first token
+    assert EndOfText(2)(tokens).tolist() == [2, 1]  # without one open_clip pools the first token
     assert EndOfText(None)(tokens).tolist() == [3, 2]
     assert pickle.loads(pickle.dumps(EndOfText(2))) == EndOfText(2)
 
@@ -102,38 +102,38 @@ def test_the_first_end_token_counts():
 def test_recomputed_blocks_change_nothing(blocks):
     model = model_of({}, {}, {}).double().train()
     images, tokens = torch.randn(11, 3, 32, 32, dtype=torch.float64), captions()
-    right = both_ways(model, images, tokens, ours=True)
+    expected = both_ways(model, images, tokens, ours=True)
     model.checkpoint_activations(blocks)
     ran = []
     for block in model.clip.visual.transformer.resblocks:
         block.ln_1.register_forward_hook(lambda *_: ran.append(1))
-    found = both_ways(model, images, tokens, ours=True)
+    blockwise = both_ways(model, images, tokens, ours=True)
     assert len(ran) == 2 + (2 if blocks is None else blocks)  # the recomputed ones run twice
-    for name, value in right.items():
-        assert torch.equal(found[name], value), name
+    for name, value in expected.items():
+        assert torch.equal(blockwise[name], value), name
 
 
 def test_patch_dropout_draws_as_open_clip_does():
     model = model_of({}, {"patch_dropout": 0.5}, {}).double().train()
     images = torch.randn(7, 3, 32, 32, dtype=torch.float64)
     torch.manual_seed(3)
-    right = model.clip.encode_image(images, normalize=True)
+    expected = model.clip.encode_image(images, normalize=True)
     torch.manual_seed(3)
-    assert torch.allclose(model.encode_image(images), right, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(model.encode_image(images), expected, rtol=1e-10, atol=1e-12)
     torch.manual_seed(4)
-    assert not torch.allclose(model.encode_image(images), right, atol=1e-3)
+    assert not torch.allclose(model.encode_image(images), expected, atol=1e-3)
 
 
 def test_pixels_and_odd_sizes():
-    """uint8 is normalised on the way; what does not fill a patch is left out, as by the convolution."""
+    """uint8 is normalised; pixels that do not fill a patch are dropped, as by the convolution."""
     model = model_of({}, {"image_size": 35}, {}).eval()
     pixels = torch.randint(256, (3, 3, 35, 35), dtype=torch.uint8)
     images = pixels.float().div(255).sub(model.image_mean).div(model.image_std)
-    right = model.clip.encode_image(images, normalize=True)
-    assert torch.allclose(model.encode_image(pixels), right, atol=1e-6)
+    expected = model.clip.encode_image(images, normalize=True)
+    assert torch.allclose(model.encode_image(pixels), expected, atol=1e-6)
 
 
-def test_a_copied_model_is_its_own():
+def test_a_copied_model_is_independent():
     model = model_of({}, {}, {})
     tokens = captions()
     other = copy.deepcopy(model)
@@ -145,7 +145,7 @@ def test_a_copied_model_is_its_own():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own look at what it compiles
-def test_compiled_blocks_give_the_same_and_share_their_code(monkeypatch):
+def test_compiled_blocks_compute_the_same_and_share_their_code(monkeypatch):
     from leanclip.models import blocks
 
     graphs = []
@@ -157,13 +157,13 @@ def test_compiled_blocks_give_the_same_and_share_their_code(monkeypatch):
     monkeypatch.setattr(blocks, "_compiled", {blocks.run_block: torch.compile(blocks.run_block, backend=backend)})
     model = model_of({}, {"layers": 4}, {"layers": 4}).double().train()
     images, tokens = torch.randn(11, 3, 32, 32, dtype=torch.float64), captions()
-    right = both_ways(model, images, tokens, ours=True)
+    expected = both_ways(model, images, tokens, ours=True)
     for module in model.modules():
         if isinstance(module, blocks.Block):
             module.compiled = True
-    found = both_ways(model, images, tokens, ours=True)
+    blockwise = both_ways(model, images, tokens, ours=True)
     assert len(graphs) == 4  # each tower's blocks and its last
     both_ways(model, images, tokens, ours=True)
     assert len(graphs) == 4
-    for name, value in right.items():
-        assert torch.allclose(found[name], value, rtol=1e-10, atol=1e-13), name
+    for name, value in expected.items():
+        assert torch.allclose(blockwise[name], value, rtol=1e-10, atol=1e-13), name
