@@ -1,21 +1,20 @@
-"""What saving costs a run: time inside the save calls, and how much slower the loop gets.
+"""The cost of checkpoints: time inside the save calls, and how much slower the loop gets.
 
     python benchmarks/bench_save.py                      # ViT-B-32, 10 million samples, a save every 50 steps
-    python benchmarks/bench_save.py --quick              # a small model, on a CPU too; nothing is kept
+    python benchmarks/bench_save.py --quick              # a small model, on a CPU too; no row is written
 
-The job is the one that `leanclip train` would run, set up by the same code, but for its batches: one, on the device,
-again and again. The same number of steps is taken without and with saves. Rows go to benchmarks/results/save.csv.
+The job is set up as by `leanclip train`, but repeats one batch on the device. The same number of steps is taken
+without and with saves. Rows go to benchmarks/results/save.csv.
 """
 
 import argparse
-import csv
-import os
 import shutil
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+from steps import append_rows, device_name, synchronize
 
 import leanclip
 from leanclip.checkpointing.checkpoint import Checkpoints, Position
@@ -26,11 +25,6 @@ from leanclip.training import Job, set_up
 from leanclip.training.step import training_step
 
 RESULTS = Path(__file__).parent / "results" / "save.csv"
-FIELDS = (
-    "version", "torch", "device", "model", "loss", "batch", "samples", "steps", "save_every", "saves",
-    "checkpoint_gb", "seconds_without", "seconds_with", "seconds_in_saves", "first_save", "later_saves",
-    "share_in_saves", "seconds_to_write",
-)  # fmt: skip
 
 
 def first_batch(job: Job) -> Batch:
@@ -46,8 +40,7 @@ def take(job: Job, batch: Batch, steps: int) -> None:
 
 
 def seconds(job: Job, began: float) -> float:
-    if job.device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(job.device)
     return time.perf_counter() - began
 
 
@@ -57,8 +50,7 @@ def measure(values: dict[str, object], steps: int, save_every: int) -> dict[str,
     job.context.loss.set_epoch(0, 1)
     batch = first_batch(job)
     take(job, batch, 3)  # warms up, compiles, and fills the optimizer's state
-    began = time.perf_counter()
-    seconds(job, began)
+    synchronize(job.device)
     began = time.perf_counter()
     take(job, batch, steps)
     without = seconds(job, began)
@@ -105,31 +97,17 @@ def main() -> None:
     parser.add_argument("--results", default=str(RESULTS))
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.model, arguments.batch, arguments.samples, arguments.steps, arguments.save_every = (
-            "leanclip-tiny",
-            16,
-            1000,
-            4,
-            2,
-        )
+        arguments.model, arguments.batch, arguments.samples = "leanclip-tiny", 16, 1000
+        arguments.steps, arguments.save_every = 4, 2
     values = {
         "train_data": f"synthetic:{arguments.samples}", "model": arguments.model, "loss": arguments.loss,
         "global_batch_size": arguments.batch, "workers": 0, "lr": 1e-5, "name": "save", "report_to": "none",
     }  # fmt: skip
-    row = measure(values, arguments.steps, arguments.save_every)
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu ({os.cpu_count()} cores)"
-    row = {"version": leanclip.__version__, "torch": torch.__version__, "device": name} | row
-    print("\n".join(f"{field:<18} {row[field]}" for field in FIELDS))
-    if arguments.quick:
-        return
-    path = Path(arguments.results)
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter[str](file, FIELDS)
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    row = {"version": leanclip.__version__, "torch": torch.__version__, "device": device_name()}
+    row |= measure(values, arguments.steps, arguments.save_every)
+    print("\n".join(f"{field:<18} {value}" for field, value in row.items()))
+    if not arguments.quick:
+        append_rows(Path(arguments.results), [row])
 
 
 if __name__ == "__main__":

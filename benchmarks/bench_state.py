@@ -1,40 +1,35 @@
-"""What the per-sample state costs: the loss with a table of 100 million samples beside a whole ViT-B-32 step.
+"""The cost of the per-sample state: the loss with a table of 100 million samples, compared with a ViT-B-32 step.
 
 python benchmarks/bench_state.py            # one GPU
 python benchmarks/bench_state.py --quick    # CPU smoke run
 """
 
 import argparse
-import csv
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from steps import append_rows, device_name, step_context, synchronize, synthetic_batch
 from torch.nn.functional import normalize
 
 import leanclip
-from leanclip.data import Batch
 from leanclip.models import ModelConfig, create_model
-from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.training.step import training_step
-from leanclip.training.step_context import StepContext
 
 RESULTS = Path(__file__).parent / "results" / "state.csv"
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median wall time of a call, the device's work included."""
+    """Median wall time of a call until the device has finished."""
     times = []
     for _ in range(3):
         call()
     for _ in range(repeats):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         began = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         times.append(time.perf_counter() - began)
     return sorted(times)[len(times) // 2] * 1e3
 
@@ -51,20 +46,8 @@ def loss_time(name: str, batch: int, samples: int, device: torch.device, repeats
 
 def step_time(name: str, model_name: str, batch: int, samples: int, device: torch.device, repeats: int) -> float:
     model = create_model(ModelConfig(model=model_name)).to(device)
-    loss = leanclip.create_loss(name, num_samples=None if name == "infonce" else samples).to(device)
-    loss.set_epoch(1, 4)
-    config = OptimConfig(lr=1e-4, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6)
-    optimizer = create_optimizer(config, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
-    size = model.preprocess.size
-    pixels = size if isinstance(size, int) else size[0]
-    tokens = model.tokenizer(["a photograph of two cats on a red sofa"]).expand(batch, -1)
-    data = Batch(
-        images=torch.randn(batch, 3, pixels, pixels, device=device),
-        tokens=tokens.to(device),
-        sample_ids=torch.randperm(samples if samples < 10**6 else 10**6)[:batch],
-    )
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    context = StepContext(towers=model, loss=loss, optimizer=optimizer, global_batch=batch, autocast=autocast)
+    context = step_context(model, name, batch=batch, samples=samples, device=device)
+    data = synthetic_batch(model, batch, device)
     return milliseconds(lambda: training_step(context, data), device, repeats)
 
 
@@ -87,21 +70,16 @@ def main() -> None:
         )
     for row in rows:
         print(f"{row['what']:<44}{row['ms']:>10.3f} ms{row['share_of_step']:>9.2%} of the step")
-    if quick:
-        return
     provenance = {
         "batch": batch,
         "samples": samples,
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": device_name(),
         "torch": torch.__version__,
         "version": leanclip.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *provenance])
-        writer.writeheader()
-        writer.writerows(row | provenance for row in rows)
+    if not quick:
+        append_rows(arguments.output, [row | provenance for row in rows])
 
 
 if __name__ == "__main__":

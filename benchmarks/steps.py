@@ -1,0 +1,66 @@
+"""Shared by the benchmarks of a training step: a step context, a synthetic batch, CSV rows."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import leanclip
+from leanclip.data import Batch
+from leanclip.models import TwoTower
+from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
+from leanclip.training.step_context import StepContext
+
+WORDS = "a photograph of two small brown dogs that play with an old red ball on the wet green grass"
+
+
+def synthetic_batch(model: TwoTower, batch: int, device: torch.device) -> Batch:
+    """uint8 pixels, and captions of 8 to 23 tokens, padded."""
+    size = model.preprocess.size
+    height, width = (size, size) if isinstance(size, int) else size
+    captions = model.tokenizer([" ".join(WORDS.split()[: 6 + number % 14]) for number in range(28)])
+    return Batch(
+        images=torch.randint(256, (batch, 3, height, width), dtype=torch.uint8, device=device),
+        tokens=captions.to(device)[torch.arange(batch, device=device) % len(captions)],
+        sample_ids=torch.arange(batch),
+    )
+
+
+def step_context(
+    model: TwoTower, loss_name: str, *, batch: int, samples: int, device: torch.device, micro_batches: int = 1
+) -> StepContext:
+    """AdamW, and bf16 autocast on CUDA."""
+    without_state = loss_name in ("infonce", "siglip")
+    loss = leanclip.create_loss(loss_name, num_samples=None if without_state else samples).to(device)
+    loss.set_epoch(1, 4)
+    config = OptimConfig(lr=1e-5, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6)
+    return StepContext(
+        towers=model,
+        loss=loss,
+        optimizer=create_optimizer(config, [*weight_decay_groups(model, 0.1), *loss.param_groups()]),
+        global_batch=batch,
+        micro_batches=micro_batches,
+        autocast=torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"),
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """All with the same fields, which the first row of the file names."""
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
