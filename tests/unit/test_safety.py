@@ -1,4 +1,4 @@
-"""Files that others made never run code, wherever they are given; archives stay in their place; pages show text."""
+"""Untrusted files never run code, archives are not unpacked, and reports escape text."""
 
 import ast
 import io
@@ -37,7 +37,7 @@ SMALL = {
 
 
 class Payload:
-    """What writes the marker when it is unpickled."""
+    """Makes the marker directory when it is unpickled."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -47,11 +47,13 @@ class Payload:
 
 
 def torch_zip(marker):
-    return _saved({"epoch": 1, "state_dict": {"weight": torch.zeros(2), "x": Payload(marker)}})
+    content = {"epoch": 1, "state_dict": {"weight": torch.zeros(2), "x": Payload(marker)}}
+    return _written(lambda file: torch.save(content, file))
 
 
 def torch_old(marker):
-    return _saved({"epoch": 1, "state_dict": {"x": Payload(marker)}}, _use_new_zipfile_serialization=False)
+    content = {"epoch": 1, "state_dict": {"x": Payload(marker)}}
+    return _written(lambda file: torch.save(content, file, _use_new_zipfile_serialization=False))
 
 
 def plain_pickle(marker):
@@ -65,30 +67,23 @@ def old_tar(marker):
 
 
 def script(marker):
-    """A program by its nature; its constants are a pickle, too."""
-    module = torch.nn.Linear(2, 2)
-    file = io.BytesIO()
+    """A TorchScript program, whose constants are a pickle."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.script(module), file)
-    return file.getvalue()
+        return _written(lambda file: torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), file))
 
 
 def npy(marker):
-    file = io.BytesIO()
-    np.save(file, np.array([Payload(marker)], dtype=object), allow_pickle=True)
-    return file.getvalue()
+    return _written(lambda file: np.save(file, np.array([Payload(marker)], dtype=object), allow_pickle=True))
 
 
 def npz(marker):
-    file = io.BytesIO()
-    np.savez(file, x=np.array([Payload(marker)], dtype=object))
-    return file.getvalue()
+    return _written(lambda file: np.savez(file, x=np.array([Payload(marker)], dtype=object)))
 
 
-def _saved(value, **options):
+def _written(save):
     file = io.BytesIO()
-    torch.save(value, file, **options)
+    save(file)
     return file.getvalue()
 
 
@@ -112,24 +107,24 @@ def small(tmp_path):
 
 
 def refused(capsys, *arguments):
-    """The one line with which a command refuses."""
+    """The line with which a command refuses."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         main([str(argument) for argument in arguments])
-    said = capsys.readouterr()
-    assert stop.value.code == 2, said
-    lines = [line for line in said.err.splitlines() if not line.startswith("indexing ")]  # told on a slow machine
-    assert len(lines) == 1 and lines[0].startswith("leanclip: "), said.err
+    output = capsys.readouterr()
+    assert stop.value.code == 2, output
+    lines = [line for line in output.err.splitlines() if not line.startswith("indexing ")]  # on a slow machine
+    assert len(lines) == 1 and lines[0].startswith("leanclip: "), output.err
     return lines[0]
 
 
 @pytest.mark.parametrize("make", [torch_zip, torch_old, plain_pickle, npy, npz])
 def test_the_payload_works(make, marker):
-    """Else the tests below would show nothing."""
+    """Otherwise the tests below could not fail."""
     content = io.BytesIO(make(marker))
     if make in (npy, npz):
-        found = np.load(content, allow_pickle=True)
-        _ = found["x"] if make is npz else found
+        array = np.load(content, allow_pickle=True)
+        _ = array["x"] if make is npz else array
     elif make is plain_pickle:
         pickle.load(content)
     else:
@@ -138,15 +133,15 @@ def test_the_payload_works(make, marker):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_file_of_weights_is_read_and_not_run(name, tmp_path, marker, small, capsys):
+def test_a_file_of_weights_never_runs_code(name, tmp_path, marker, small, capsys):
     file = tmp_path / name
     file.write_bytes(KINDS[name](marker))
-    said = refused(capsys, "export", file, tmp_path / "out.safetensors", "--model", small)
-    assert name in said and not marker.exists() and not (tmp_path / "out.safetensors").exists()
+    error = refused(capsys, "export", file, tmp_path / "out.safetensors", "--model", small)
+    assert name in error and not marker.exists() and not (tmp_path / "out.safetensors").exists()
     if name.endswith((".pt", ".bin", ".pth", ".pkl", ".ckpt", ".npy", ".npz")):
-        assert "refused" in said
+        assert "refused" in error
     if KINDS[name] in (torch_zip, torch_old) and not name.endswith(".safetensors"):
-        assert "posix.mkdir" in said and ".safetensors" in said  # what it would have run, and the remedy
+        assert "posix.mkdir" in error and ".safetensors" in error  # the function in it, and the remedy
 
 
 TRAIN = ["train", "--recipe", "demo", "--batch-size", "16", "--max-steps", "1", "--workers", "0", "--device", "cpu"]
@@ -170,8 +165,8 @@ ENTRIES = {
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_no_entry_runs_code(entry, tmp_path, marker, small, capsys):
-    """FILE is the pickle; DIR holds it under every name that some library looks for; FULL is a checkpoint directory
-    in which it stands for the weights."""
+    """FILE is the pickle; DIR holds it under every name that some library reads; FULL is a checkpoint directory
+    with the pickle instead of weights."""
     content = torch_zip(marker)
     folder, full, suite = tmp_path / "folder", tmp_path / "full", tmp_path / "suite"
     names = ("open_clip_pytorch_model.bin", "pytorch_model.bin", "model.pth", "training.pt", "epoch_1.pt", "data.pkl")
@@ -214,37 +209,37 @@ def test_a_checkpoint_that_describes_no_model_is_refused(model, tmp_path):
         leanclip.load(tmp_path)
 
 
-def test_sound_weights_are_still_read_and_every_load_says_weights_only(tmp_path, small, monkeypatch):
-    """open_clip asks torch a second time, without saying so, if the first answer is a TypeError."""
+def test_valid_weights_are_read_with_weights_only(tmp_path, small, monkeypatch):
+    """open_clip calls torch.load a second time without weights_only after a TypeError."""
     model = create_model(ModelConfig(model=str(small)))
     weights = model.clip.state_dict()
     torch.save({"state_dict": weights, "epoch": 3, "name": "x"}, tmp_path / "new.pt")
     torch.save(weights, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     np.savez(tmp_path / "arrays.npz", a=np.zeros(3))
     check_weights(tmp_path / "arrays.npz")
-    said, honest = [], torch.load
+    calls, original = [], torch.load
 
-    def listening(*arguments, **options):
-        said.append(options.get("weights_only"))
-        return honest(*arguments, **options)
+    def recording(*arguments, **options):
+        calls.append(options.get("weights_only"))
+        return original(*arguments, **options)
 
-    monkeypatch.setattr(torch, "load", listening)
+    monkeypatch.setattr(torch, "load", recording)
     for name in ("new.pt", "old.pt"):
         again = create_model(ModelConfig(model=str(small), pretrained=str(tmp_path / name)))
         for key, value in again.clip.state_dict().items():
             assert torch.equal(value, weights[key])
-    assert len(said) >= 4 and set(said) == {True}
+    assert len(calls) >= 4 and set(calls) == {True}
 
-    def complaining(*_, **__):
+    def failing(*_, **__):
         raise TypeError("as a file can provoke it")
 
-    monkeypatch.setattr(torch, "load", complaining)
+    monkeypatch.setattr(torch, "load", failing)
     with refuses("weights.not_weights", "new.pt"):
         read_torch_file(tmp_path / "new.pt")
 
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.99])
-def test_a_file_that_is_cut_short_is_said_to_be(share, tmp_path, small):
+def test_a_truncated_file_is_refused(share, tmp_path, small):
     weights = create_model(ModelConfig(model=str(small))).clip.state_dict()
     save_file(weights, tmp_path / "cut.safetensors")
     torch.save(weights, tmp_path / "cut.pt")
@@ -256,7 +251,7 @@ def test_a_file_that_is_cut_short_is_said_to_be(share, tmp_path, small):
 
 
 def tokenizer_repository(folder, marker):
-    """A local repository as transformers reads it, whose tokenizer and model come with code."""
+    """A local transformers repository whose tokenizer and model include code."""
     folder.mkdir()
     code = f"import pathlib\npathlib.Path({str(marker)!r}).mkdir(exist_ok=True)\n"
     (folder / "evil.py").write_text(
@@ -269,24 +264,23 @@ def tokenizer_repository(folder, marker):
     return folder
 
 
-@pytest.mark.parametrize("asks", ["tokenizer, trusting", "tokenizer", "text model"])
-def test_a_model_config_cannot_bring_code(asks, tmp_path, marker, capsys, monkeypatch):
+@pytest.mark.parametrize("option", ["tokenizer, trusting", "tokenizer", "text model"])
+def test_a_model_config_cannot_run_code(option, tmp_path, marker, capsys, monkeypatch):
     pytest.importorskip("transformers")
     repository = tokenizer_repository(tmp_path / "repository", marker)
-    wanted: dict[str, object] = {"hf_tokenizer_name": str(repository)}
-    if asks == "tokenizer, trusting":
-        wanted["tokenizer_kwargs"] = {"trust_remote_code": True}
-    if asks == "text model":
-        wanted = {"hf_model_name": str(repository), "hf_proj_type": "linear", "hf_pooler_type": "mean_pooler"}
-    config = SMALL | {"text_cfg": SMALL["text_cfg"] | wanted}
+    text_cfg: dict[str, object] = {"hf_tokenizer_name": str(repository)}
+    if option == "tokenizer, trusting":
+        text_cfg["tokenizer_kwargs"] = {"trust_remote_code": True}
+    if option == "text model":
+        text_cfg = {"hf_model_name": str(repository), "hf_proj_type": "linear", "hf_pooler_type": "mean_pooler"}
+    config = SMALL | {"text_cfg": SMALL["text_cfg"] | text_cfg}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": {}}))
-    sound = create_model_of(SMALL, tmp_path).clip.state_dict()
-    from safetensors.torch import save_file
-
-    save_file(sound, tmp_path / "model" / "open_clip_model.safetensors")
+    (tmp_path / "plain.json").write_text(json.dumps(SMALL))
+    weights = create_model(ModelConfig(model=str(tmp_path / "plain.json"))).clip.state_dict()
+    save_file(weights, tmp_path / "model" / "open_clip_model.safetensors")
     (tmp_path / "evil.json").write_text(json.dumps(config))
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks, and somebody is tired
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # the answer to the question of transformers
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for arguments in (
         [*TRAIN, "--model", tmp_path / "evil.json", "--logs", tmp_path / "logs"],
@@ -295,11 +289,6 @@ def test_a_model_config_cannot_bring_code(asks, tmp_path, marker, capsys, monkey
     ):
         refused(capsys, *arguments)
         assert not marker.exists()
-
-
-def create_model_of(config, folder):
-    (folder / "plain.json").write_text(json.dumps(config))
-    return create_model(ModelConfig(model=str(folder / "plain.json")))
 
 
 def shard_with(folder, **extra):
@@ -311,7 +300,7 @@ def shard_with(folder, **extra):
     return folder / "shard.tar"
 
 
-def test_pickles_in_shards_are_never_looked_at(tmp_path, marker, small, capsys):
+def test_pickles_in_shards_are_not_read(tmp_path, marker, small, capsys):
     evil = plain_pickle(marker)
     shard = shard_with(tmp_path / "data", pyd=evil, pkl=evil, pickle=evil, pth=torch_zip(marker), npy=npy(marker))
     with pytest.raises(SystemExit) as stop:
@@ -340,16 +329,16 @@ def test_clip_benchmark_does_not_unpickle_shards(tmp_path, marker):
     from webdataset import autodecode
 
     autodecode.decoders["pyd"](evil)
-    assert marker.exists()  # without us it would have run
+    assert marker.exists()  # webdataset's own decoder runs it
 
 
 LINKS = {"absolute": "/etc/hostname", "above": "../secret.txt"}
 
 
-def test_members_of_archives_stay_in_their_place(tmp_path, capsys):
-    """Links, devices and names that lead elsewhere are neither followed nor written; nothing is unpacked at all."""
-    place = tmp_path / "data"
-    place.mkdir()
+def test_archives_cannot_read_or_write_other_files(tmp_path, capsys):
+    """Links, devices and names that lead outside are not followed, and nothing is unpacked."""
+    folder = tmp_path / "data"
+    folder.mkdir()
     (tmp_path / "secret.txt").write_text("secret")
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
@@ -373,23 +362,23 @@ def test_members_of_archives_stay_in_their_place(tmp_path, capsys):
         for name in ("../out", f"{tmp_path}/out", "a/../../out"):
             add(f"{name}.jpg", picture(1))
             add(f"{name}.txt", b"out")
-    (place / "shard.tar").write_bytes(file.getvalue())
+    (folder / "shard.tar").write_bytes(file.getvalue())
     before = sorted(path.name for path in tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as stop:
-        main(["data", "check", str(place / "shard.tar")])
+        main(["data", "check", str(folder / "shard.tar")])
     shown = capsys.readouterr().out
     assert stop.value.code in (0, 1) and "secret" not in shown and "escaping path" in shown
     from leanclip.data.config import DataConfig
     from leanclip.data.datasets import open_datasets
 
-    source = open_datasets(DataConfig(train_data=str(place / "shard.tar"), max_broken=1.0), seed=0).train.source
+    source = open_datasets(DataConfig(train_data=str(folder / "shard.tar"), max_broken=1.0), seed=0).train.source
     captions = [source.captions(number) for number in range(len(source))]
     assert len(captions) == 20 and not any("secret" in text or "out" in text for texts in captions for text in texts)
     assert source.broken["no caption"] == 7 and source.broken["escaping path"] == 3
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
-def test_texts_of_a_folder_may_not_be_links_to_elsewhere(tmp_path):
+def test_captions_of_a_folder_may_not_be_links_outside(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     (tmp_path / "secret.txt").write_text("secret")
@@ -407,7 +396,7 @@ def test_texts_of_a_folder_may_not_be_links_to_elsewhere(tmp_path):
         Folder(folder)
 
 
-def test_a_parquet_file_names_no_pictures_outside_its_folder(tmp_path):
+def test_a_parquet_file_cannot_name_images_outside_its_folder(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -440,8 +429,8 @@ class _Page(HTMLParser):
         self.sources += [value for name, value in attrs if name in ("src", "href")]
 
 
-def test_a_report_shows_text_as_text(small_run, tmp_path):
-    """Every string in every file of a real run, and every key that is not a known one, replaced by markup."""
+def test_a_report_escapes_text(small_run, tmp_path):
+    """With markup for every string and every unknown key in all files of a run."""
     run = tmp_path / "run"
     run.mkdir()
 
@@ -477,8 +466,8 @@ FORBIDDEN_ATTRIBUTES = {
 }  # fmt: skip
 
 
-def test_the_source_has_no_door_for_code():
-    """Every torch.load says weights_only=True, every np.load allow_pickle=False or nothing; no shell, no eval."""
+def test_the_source_never_runs_foreign_code():
+    """Every torch.load has weights_only=True, no np.load allows pickles; no shell, no eval."""
     loads = 0
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

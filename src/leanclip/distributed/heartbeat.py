@@ -134,7 +134,7 @@ class Heartbeat:
 
     def _ended(self, *statuses: str) -> str | None:
         ended = [str(rank) for rank, peer in self._peers.items() if peer.status in statuses]
-        return f"rank {', '.join(ended)} ended early; its own message says why" if ended else None
+        return f"rank {', '.join(ended)} ended early; see its message" if ended else None
 
     def _hanging(self) -> str:
         """A message about the ranks that have a heartbeat but made less progress than the others."""
