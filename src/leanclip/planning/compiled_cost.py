@@ -46,7 +46,7 @@ def traced_compile(function: Callable[..., Any]) -> Callable[..., Any]:
 def _call(function: Callable[..., Any], *args: Any) -> Any:
     flat = _Flat(function, args)
     casts = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    key = (function, casts, Trace.current().capability, *flat.form)
+    key = (function, casts, Trace.current.capability, *flat.form)
     if key not in PROGRAMS:
         if len(PROGRAMS) == MAX_PROGRAMS:
             PROGRAMS.clear()
@@ -231,7 +231,7 @@ class Fusion(NamedTuple):
                 spare.remove(reused)
                 held.pop(reused)
             held[node] = tree_map(_new, node.meta["val"])
-        trace = Trace.current()
+        trace = Trace.current
         for kind, moved in self.kernels:
             trace.launch(Kernel(kind, trace.phase, 0, moved, 4))
 

@@ -1,9 +1,9 @@
 """CUDA's autocast on tensors that are not on a GPU.
 
-What is traced lives on fake CPU tensors, because the autograd engine asks for a real GPU as soon as a tensor says
-that it is on one. CPU and CUDA cast the same products to 16 bits, but CUDA computes norms, exponentials and sums in
-float32 where CPUs do not, and attention takes fused kernels. The difference is registered on the CPU's autocast key
-for the time of a trace, above autograd, where CUDA has it.
+A trace uses fake CPU tensors, because the autograd engine needs a real GPU for tensors on one. CPU and CUDA cast the
+same products to 16 bits, but CUDA computes norms, exponentials and sums in float32 where CPUs do not, and attention
+has fused kernels. The difference is registered on the CPU's autocast key during a trace, above autograd, where CUDA
+has it.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
 CUDNN_FIRST = ((9, 0), (10, 0))  # compute capabilities on which PyTorch prefers cuDNN's attention
-_HERE = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 # Cast to float32 by CUDA's autocast and not, or not under this name, by the CPU's.
 WIDENED = (
     aten.layer_norm.default, aten.native_layer_norm.default, aten.group_norm.default, aten.rms_norm.default,
@@ -51,13 +51,13 @@ def cuda_autocast(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def without_autocast() -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(_HERE)
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
 def _widened(operation: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_autocast():
-            return operation(*tree_map(_wide, args), **tree_map(_wide, kwargs))
+            return operation(*tree_map(_to_float32, args), **tree_map(_to_float32, kwargs))
 
     return kernel
 
@@ -65,8 +65,8 @@ def _widened(operation: Any) -> Callable[..., Any]:
 def _summed(operation: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_autocast():
-            given = kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)
-            if not given and args[0].dtype in (torch.float16, torch.bfloat16):
+            has_dtype = kwargs.get("dtype") is not None or any(isinstance(value, torch.dtype) for value in args)
+            if not has_dtype and args[0].dtype in (torch.float16, torch.bfloat16):
                 names = [argument.name for argument in operation._schema.arguments]
                 at = names.index("dtype")
                 args, kwargs = args[:at], kwargs | {"dtype": torch.float32}
@@ -75,7 +75,7 @@ def _summed(operation: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _wide(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     narrow = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.to(torch.float32) if narrow else value
 
@@ -92,8 +92,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernels that CUDA chooses in 16 bits: cuDNN's, else flash attention, or with a mask the memory-efficient
-    one, whose output has a layout of its own, which the next layer copies."""
+    """The kernels that CUDA selects in 16 bits: cuDNN's, otherwise flash attention, or with a mask the
+    memory-efficient one, whose output has a different layout, which the next layer copies."""
     dtype = torch.get_autocast_dtype("cpu")
     with without_autocast():
         query, key, value = (part.to(dtype) for part in (query, key, value))

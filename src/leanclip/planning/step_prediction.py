@@ -37,11 +37,11 @@ PARTS = (
     "state tables",
     "workspace",
 )
-WORKSPACE = 65 << 20  # bytes that cuBLAS keeps, as found on an H200
-# Micro-batches that are traced, without and again with gradients. The first one casts the weights and makes the
-# gradients, the last one stands for all that follow.
+WORKSPACE = 65 << 20  # bytes that cuBLAS keeps, measured on an H200
+# Micro-batches that are traced, without and again with gradients. The first one casts the weights and allocates the
+# gradients, the last one stands for all later ones.
 TRACED = 2
-GOLDEN = (5**0.5 - 1) / 2  # its multiples are spread evenly
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it are spread evenly
 HALF = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 
 
@@ -64,7 +64,7 @@ class Predicted:
 
     @property
     def needed(self) -> int:
-        """In a run: the next batch lies on the device already."""
+        """In a run, where the next batch is already on the device."""
         return self.peak + self.memory["batch"]
 
 
@@ -81,8 +81,8 @@ def predict_step(
 ) -> Predicted:
     """Trace a step of a resolved configuration on the first of `ranks` GPUs, in `parts` micro-batches.
 
-    Captions have `caption_length` tokens on average, or all that the model takes. `make_loss` puts another loss in
-    the place of the configured one.
+    Captions have `caption_length` tokens on average, or all that the model takes. `make_loss`
+    replaces the configured loss.
     """
     batch, precision = config.data.global_batch_size, config.run.precision
     assert batch is not None
@@ -144,9 +144,9 @@ def predict_step(
 
 
 def _open_values_filled(config: OptimConfig) -> OptimConfig:
-    """They decide neither memory nor time."""
-    usual = {"lr": 1e-3, "wd": 0.1, "beta1": 0.9, "beta2": 0.98, "eps_opt": 1e-6}
-    return replace(config, **{name: value for name, value in usual.items() if getattr(config, name) is None})
+    """Their values affect neither memory nor time."""
+    defaults = {"lr": 1e-3, "wd": 0.1, "beta1": 0.9, "beta2": 0.98, "eps_opt": 1e-6}
+    return replace(config, **{name: value for name, value in defaults.items() if getattr(config, name) is None})
 
 
 def _fill_state(optimizer: torch.optim.Optimizer, trace: Trace, *, keep: bool) -> None:
@@ -162,7 +162,7 @@ def _fill_state(optimizer: torch.optim.Optimizer, trace: Trace, *, keep: bool) -
 
 
 def _batch(model: TwoTower, share: int, trace: Trace, caption_length: float | None) -> Batch:
-    """A rank's share: fake pixels; captions and ids stay real, since the step may look at their values."""
+    """A rank's share: fake pixels; captions and ids stay real, since the step may read their values."""
     pixels = model.preprocess.size
     height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
     images = torch.empty(share, 3, height, width, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""What a step would do on a GPU, without one: its real code on fake tensors, every allocation and kernel noted.
+"""What a step would do on a GPU, without one: its real code on fake tensors, every allocation and kernel counted.
 
-A fake tensor has shape and dtype but no data. Under a `Trace` the code runs as it is, autograd, autocast and all;
-each operation is written down as a kernel with its arithmetic and its bytes, and every storage from its birth to its
-death, by the part of the step that it belongs to. Values that the code reads from the device are taken as 1 or True.
+A fake tensor has shape and dtype but no data. Under a `Trace` the code runs unchanged, with autograd and autocast.
+Each operation is counted as a kernel with its arithmetic and its bytes, and every storage from its allocation until
+it is freed, by the part of the step that it belongs to. Values that the code reads from the device are 1 or True.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from leanclip.ops.attention import short_attention, short_attention_backward
 from leanclip.planning.cuda_autocast import cuda_autocast
 
 aten = torch.ops.aten
-own = torch.ops.leanclip
-assert short_attention and short_attention_backward  # by their import they are there
+leanclip_ops = torch.ops.leanclip
+assert short_attention and short_attention_backward  # importing them registers the operators
 UNTRACED = (
     UnsupportedOperatorException,
     DataDependentOutputException,
@@ -56,7 +56,7 @@ NORM_BACKWARD = (aten.native_layer_norm_backward, aten.native_group_norm_backwar
 BATCH_NORM = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._batch_norm_with_update)
 BATCH_NORM_BACKWARD = (aten.native_batch_norm_backward, aten.batch_norm_backward)
 OPTIMIZER = (aten._fused_adamw_, aten._fused_adam_)
-BORN = (aten.lift_fresh.default,)  # how torch.tensor(...) makes a fake one
+CREATION = (aten.lift_fresh.default,)  # how torch.tensor(...) makes a fake one
 FREE = (  # that launch nothing
     aten._unsafe_view, aten._reshape_alias, aten.detach, aten.alias, aten.lift_fresh,
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._assert_async,
@@ -68,7 +68,8 @@ KINDS = {
         "convolution": (aten.convolution,), "convolution backward": (aten.convolution_backward,),
         "norm": NORM, "norm backward": NORM_BACKWARD, "batch norm": BATCH_NORM,
         "batch norm backward": BATCH_NORM_BACKWARD, "pooling": (aten.avg_pool2d,),
-        "short attention": (own.short_attention,), "short attention backward": (own.short_attention_backward,),
+        "short attention": (leanclip_ops.short_attention,),
+        "short attention backward": (leanclip_ops.short_attention_backward,),
         "pooling backward": (aten.avg_pool2d_backward,), "optimizer": OPTIMIZER, "reduction": REDUCTION,
     }.items()
     for packet in packets
@@ -77,7 +78,7 @@ KINDS = {
 
 class Kernel(NamedTuple):
     """One launch. `shape` is (batch, m, n, k) of a product, (batch, heads, length, size) of attention, the same of
-    tiles and their length of our own attention, (channels,) of batch normalisation, else empty."""
+    tiles and their length of our leanclip_ops attention, (channels,) of batch normalisation, else empty."""
 
     kind: str
     phase: str
@@ -89,14 +90,14 @@ class Kernel(NamedTuple):
 
 @dataclass
 class Cost:
-    """What a piece of a step took, so that it can be charged again without being traced again."""
+    """Of a piece of a step, so that it can be charged again without being traced again."""
 
     kernels: Counter[Kernel]
-    above: int  # bytes that its peak stood above its beginning
+    above: int  # bytes of its peak above the total at its start
 
 
 class Begun(NamedTuple):
-    """Where a piece began."""
+    """The counts at the start of a piece."""
 
     kernels: Counter[Kernel]
     total: int
@@ -105,15 +106,15 @@ class Begun(NamedTuple):
 
 
 class Trace(TorchDispatchMode):
-    """The kernels, the bytes alive by part, and the parts at the highest total."""
+    """The kernels, the bytes held by part, and the parts at the highest total."""
 
-    active: "Trace | None" = None
+    current: "Trace"  # of the innermost `tracing`
 
     def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__()
         self.capability = capability
         self.kernels: Counter[Kernel] = Counter()
-        self.alive: Counter[str] = Counter()
+        self.held: Counter[str] = Counter()
         self.peak = 0
         self.at_peak: Counter[str] = Counter()
         self.part, self.phase = "activations", "other"
@@ -123,22 +124,22 @@ class Trace(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked for all the time
+            return args[0].fake_device  # called very often
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             dtype = args[0].dtype
             if args[0].constant is not None:
                 return args[0].constant.item()
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if given and func not in BORN and not any(isinstance(tensor, FakeTensor) for tensor in given):
-            with unset_fake_temporarily():  # what the host really has, such as ids and tokens, stays real
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if inputs and func not in CREATION and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
+            with unset_fake_temporarily():  # host data such as ids and tokens stay real
                 return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        for tensor in made:
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        for tensor in outputs:
             self.hold(tensor)
-        if not func.is_view and (kernel := self._kernel(func, args, kwargs, given, made, out)) is not None:
+        if not func.is_view and (kernel := self._kernel(func, args, kwargs, inputs, outputs, out)) is not None:
             self.launch(kernel)
         return out
 
@@ -146,7 +147,7 @@ class Trace(TorchDispatchMode):
         self.kernels[kernel] += times
 
     def hold(self, tensor: Tensor, part: str | None = None) -> None:
-        """Count a tensor's storage until it dies; with a `part`, move it there."""
+        """Count a storage until it is freed; with a `part`, move it there."""
         storage = tensor.untyped_storage()
         tag = self._tags.get(storage)
         if tag is None:
@@ -154,21 +155,21 @@ class Trace(TorchDispatchMode):
             tag = [part or self.part, size]
             self._tags[storage] = tag
             weakref.finalize(storage, self._release, tag)
-            self.alive[tag[0]] += size
-            self._look()
+            self.held[tag[0]] += size
+            self._update_peak()
         elif part is not None and part != tag[0]:
-            self.alive[tag[0]] -= tag[1]
-            self.alive[part] += tag[1]
+            self.held[tag[0]] -= tag[1]
+            self.held[part] += tag[1]
             tag[0] = part
 
     def charge(self, cost: Cost, times: int) -> None:
-        """So many times more, one after the other, what was traced before."""
+        """Add a traced piece `times` more, one after the other."""
         for kernel, count in cost.kernels.items():
             self.kernels[kernel] += count * times
-        self._look(cost.above)
+        self._update_peak(cost.above)
 
     def begin(self) -> "Begun":
-        """Start to cost a piece of the step; `end` with what this gave says what it took."""
+        """Start to measure a piece of the step; `end` with the result returns its cost."""
         begun = Begun(Counter(self.kernels), self.total, self.peak, self.at_peak)
         self.peak = begun.total
         return begun
@@ -183,52 +184,47 @@ class Trace(TorchDispatchMode):
         """Kernels belong to this phase from now on, new storages to this part."""
         self.phase, self.part = phase, part
 
-    @staticmethod
-    def current() -> "Trace":
-        """The one of the innermost `tracing`."""
-        assert Trace.active is not None
-        return Trace.active
-
     @property
     def total(self) -> int:
-        return sum(self.alive.values())
+        return sum(self.held.values())
 
     def start_again(self) -> None:
-        """Forget kernels and peak, keep what is alive."""
+        """Reset kernels and peak, keep the storages."""
         self.kernels.clear()
         self.peak, self.at_peak = 0, Counter()
-        self._look()
+        self._update_peak()
 
     def _release(self, tag: list[Any]) -> None:
-        self.alive[tag[0]] -= tag[1]
+        self.held[tag[0]] -= tag[1]
 
-    def _look(self, above: int = 0) -> None:
+    def _update_peak(self, above: int = 0) -> None:
         total = self.total + above
         if total > self.peak:
-            self.peak, self.at_peak = total, Counter(self.alive)
+            self.peak, self.at_peak = total, Counter(self.held)
             self.at_peak[self.part] += above
 
     def _kernel(
-        self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor], out: Any
+        self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor], out: Any
     ) -> Kernel | None:
         packet = func.overloadpacket
-        if packet in FREE or func.namespace == "c10d" or not (given or made):
+        if packet in FREE or func.namespace == "c10d" or not (inputs or outputs):
             return None
         flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
         kind = KINDS.get(packet, "elementwise")
         if kind.startswith("convolution"):
             weight, stride = (args[1], args[3]) if kind == "convolution" else (args[2], args[4])
-            each = 2 * weight[0].numel()  # of an output's element
-            flops = each * out.numel() if kind == "convolution" else each * args[0].numel() * sum(args[10][:2])
+            per_output = 2 * weight[0].numel()
+            results = out.numel() if kind == "convolution" else args[0].numel() * sum(args[10][:2])
+            flops = per_output * results
             if weight.shape[1] == 1 and weight.shape[0] > 1:
                 kind = kind.replace("convolution", "depthwise")
             elif weight.shape[1] == 3 and stride[-1] == weight.shape[-1]:  # an image cut into patches
                 kind = kind.replace("convolution", "patches")
-        first = next((tensor for tensor in given if tensor.is_floating_point()), None)
+        first = next((tensor for tensor in inputs if tensor.is_floating_point()), None)
         if packet is aten._scaled_dot_product_flash_attention_backward:
-            self._look(_flash_scratch(*args[1].shape))
+            self._update_peak(_flash_scratch(*args[1].shape))
         return Kernel(
-            kind, self.phase, int(flops), sum(map(bytes_of, given)) + sum(map(bytes_of, made)),
+            kind, self.phase, int(flops), sum(map(bytes_of, inputs)) + sum(map(bytes_of, outputs)),
             4 if first is None else first.itemsize, _shape(kind, packet, args),
         )  # fmt: skip
 
@@ -242,7 +238,7 @@ def launches(kernels: Counter[Kernel]) -> Counter[str]:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """What is read or written of it: an expanded tensor's own elements once."""
+    """Read or written by a kernel: the elements of an expanded tensor count once."""
     size = tensor.itemsize
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
         size *= length if stride else 1
@@ -274,26 +270,28 @@ def _flash_scratch(batch: int, heads: int, length: int, size: int) -> int:
 
 @contextlib.contextmanager
 def tracing(capability: tuple[int, int] = (9, 0)) -> Iterator[Trace]:
-    """Inside, new tensors are fake and everything that happens to them is noted, as on a GPU of that capability."""
+    """Inside, new tensors are fake and all operations on them are counted, as on a GPU of that capability."""
     trace = Trace(capability)
     one_thread = torch.autograd.set_multithreading_enabled(False)  # so that the backward pass is traced too
     with cuda_autocast(capability), FakeTensorMode(allow_non_fake_inputs=True), trace, one_thread:
-        Trace.active = trace
+        Trace.current = trace
         yield trace
 
 
 def faked(module: M, trace: Trace, part: str, dtype: torch.dtype | None = None) -> M:
-    """The module, its parameters and buffers exchanged for fake ones; those on the meta device will do.
+    """The module with fake parameters and buffers; the real ones may be on the meta device.
 
-    With a `dtype`, the floating ones in that.
+    With a `dtype`, floating-point ones get it.
     """
     known: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
-            made = torch.empty(tensor.shape, dtype=dtype if dtype and tensor.is_floating_point() else tensor.dtype)
-            trace.hold(made, part)
-            known[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+            empty = torch.empty(tensor.shape, dtype=kind)
+            trace.hold(empty, part)
+            trained = isinstance(tensor, nn.Parameter)
+            known[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trained else empty
         return known[id(tensor)]
 
     for inner in module.modules():
