@@ -185,7 +185,7 @@ def test_overwrite_spares_what_is_not_a_run(capsys, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     line = refusal(train("--logs", str(tmp_path), "--name", "mine", "--overwrite"), capsys)
-    assert "is no run of leanclip" in line
+    assert refusal_code(line) == "run.not_a_run"
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
