@@ -41,9 +41,9 @@ def hardest_negatives(
     Each with those wrong captions and the images that these belong to. A caption equal to a right one is not wrong.
     """
     captions_of, owner_of = _captions_of(embedded), embedded.image_of_text.tolist()
-    own = (embedded.images[embedded.image_of_text] * embedded.texts).sum(1)
-    right = own.new_full((len(embedded.images),), -torch.inf)
-    right = right.scatter_reduce(0, embedded.image_of_text, own, "amax").tolist()
+    pair_scores = (embedded.images[embedded.image_of_text] * embedded.texts).sum(1)
+    right = pair_scores.new_full((len(embedded.images),), -torch.inf)
+    right = right.scatter_reduce(0, embedded.image_of_text, pair_scores, "amax").tolist()
 
     hardest: list[tuple[float, int, list[tuple[int, float]]]] = []
     rows = _spread(len(embedded.ids), SEARCHED)
