@@ -1,4 +1,4 @@
-"""What is compiled ahead is what a run needs."""
+"""The warm-up compiles every kernel that a run needs."""
 
 import os
 import subprocess

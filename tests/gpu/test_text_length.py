@@ -1,4 +1,4 @@
-"""Texts at their true length on a GPU: packed attention, compiled blocks and recorded towers against open_clip's."""
+"""Captions at their true length on a GPU: packed attention, compiled blocks and CUDA graphs, against open_clip."""
 
 import copy
 import json
@@ -55,7 +55,7 @@ def test_in_float32_it_is_the_padded_run():
     assert max(relative(found, right).values()) < 2e-6
 
 
-def losses_of(name="fastclip-v3", *, recorder, patch_dropout=0.0, same_batch=False):
+def losses_of(name="fastclip-v3", *, graphed, patch_dropout=0.0, same_batch=False):
     """Of steps from the same weights, with captions of different lengths."""
     model = model_of({}, {"patch_dropout": patch_dropout}, {}).cuda().train()
     samples = None if name in ("infonce", "siglip") else 99
@@ -63,14 +63,14 @@ def losses_of(name="fastclip-v3", *, recorder, patch_dropout=0.0, same_batch=Fal
     parameters = [*(p for p in model.parameters() if p.requires_grad), *loss.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.0 if same_batch else 1e-3)
     autocast = torch.autocast("cuda", torch.bfloat16, enabled=False)
-    record = CudaGraphs(model, autocast) if recorder else None
+    graphs = CudaGraphs(model, autocast) if graphed else None
     context = StepContext(
         towers=model,
         loss=loss,
         optimizer=optimizer,
         global_batch=11,
         autocast=autocast,
-        cuda_graphs=record,
+        cuda_graphs=graphs,
     )
     generator = torch.Generator().manual_seed(7)
     first = torch.randint(256, (11, 3, 32, 32), dtype=torch.uint8, generator=generator)
@@ -83,23 +83,23 @@ def losses_of(name="fastclip-v3", *, recorder, patch_dropout=0.0, same_batch=Fal
         ids = torch.arange(11) + 7 * (number % 5)
         batch = Batch(images=pixels, tokens=tokens, sample_ids=ids, lengths=model.end_of_text(tokens))
         losses.append(float(training_step(context, batch.to(torch.device("cuda")).pack(model.texts)).loss))
-    if record is not None:
-        assert len(record.graphs) == (1 if same_batch else 3)  # shapes
+    if graphs is not None:
+        assert len(graphs.graphs) == (1 if same_batch else 3)  # shapes
     return losses
 
 
 @pytest.mark.parametrize("name", leanclip.LOSSES)
-def test_recorded_steps_train_as_the_others_do(name):
-    assert losses_of(name, recorder=True) == pytest.approx(losses_of(name, recorder=False), rel=1e-3)
+def test_graphed_steps_equal_eager_ones(name):
+    assert losses_of(name, graphed=True) == pytest.approx(losses_of(name, graphed=False), rel=1e-3)
 
 
-def test_a_recording_draws_new_random_numbers():
-    losses = losses_of(recorder=True, patch_dropout=0.5, same_batch=True)[WARM_UP:]
+def test_a_graph_draws_new_random_numbers():
+    losses = losses_of(graphed=True, patch_dropout=0.5, same_batch=True)[WARM_UP:]
     assert len(set(losses)) == len(losses)
 
 
-def test_the_trainer_records_beside_a_loader_that_copies(tmp_path):
-    """The thread that copies batches goes on while the towers are recorded."""
+def test_a_graph_is_captured_while_the_prefetch_thread_copies(tmp_path):
+    """The thread copies batches during the capture."""
     config = {
         "embed_dim": 32,
         "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 32, "patch_size": 8},

@@ -1,5 +1,5 @@
-"""Recorded steps, with a stand-in for CUDA graphs: the function is called again, and what it makes goes to where the
-first call's result lies. tests/gpu has the real ones."""
+"""Steps as CUDA graphs, with a stand-in for the graph: the function is called again, and its result overwrites that
+of the first call. tests/gpu has the real graphs."""
 
 from dataclasses import replace
 from functools import partial
@@ -22,8 +22,8 @@ SAMPLES, BATCH = 40, 11
 FEW_SIZES: Any = partial(Texts.pack, few_sizes=True)  # as on a GPU
 
 
-class Again:
-    """As a CUDA graph: the call that records leaves no trace, and the later ones write where that one did."""
+class FakeGraph:
+    """Like a CUDA graph: the call that captures leaves no trace, and later ones overwrite its result."""
 
     def __init__(self, loss):
         self.state = getattr(loss, "state", None)
@@ -52,15 +52,15 @@ class Again:
             self.state.undo = before  # nothing of Python runs again in a graph
 
 
-def trained(name, *, recorded, broken=(), scale=None):
+def trained(name, *, graphed, broken=(), scale=None):
     """A model, its loss and the values of it after some steps of changing gamma, ids and caption lengths."""
     model = model_of(*FAMILIES["clip"]).double().train()
     loss = leanclip.create_loss(name, num_samples=SAMPLES if name not in ("infonce", "siglip") else None).double()
     optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.05)
     autocast = torch.autocast("cpu", enabled=False)
-    recorder = CudaGraphs(model, autocast, lambda *given: Again(loss)(*given)) if recorded else None
+    graphs = CudaGraphs(model, autocast, lambda *given: FakeGraph(loss)(*given)) if graphed else None
     context = StepContext(
-        towers=model, loss=loss, optimizer=optimizer, global_batch=BATCH, cuda_graphs=recorder,
+        towers=model, loss=loss, optimizer=optimizer, global_batch=BATCH, cuda_graphs=graphs,
         scale=scale or LossScale(), grad_clip_norm=1.0,
     )  # fmt: skip
     draw, values = torch.Generator().manual_seed(3), []
@@ -76,19 +76,19 @@ def trained(name, *, recorded, broken=(), scale=None):
         result = training_step(context, batch.pack(FEW_SIZES))
         assert result.skipped == (step in broken)
         values.append(result.loss)
-    if recorder is not None:
-        assert len(recorder.graphs) == 2  # shapes
-        for kept in recorder.graphs.values():  # no graph, whose nodes later steps would meet
+    if graphs is not None:
+        assert len(graphs.graphs) == 2  # shapes
+        for kept in graphs.graphs.values():  # no graph, whose nodes later steps would meet
             tensors = [kept.output.loss, *kept.output.metrics.values(), *kept.gradients]
             assert not any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors)
     return model, loss, values
 
 
 @pytest.mark.parametrize("name", leanclip.LOSSES)
-def test_recorded_steps_train_as_the_others_do(name):
-    """Also after steps that are skipped, whose updates of the tables are undone."""
+def test_graphed_steps_equal_eager_ones(name):
+    """Also after skipped steps, whose updates of the tables are undone."""
     broken = (WARM_UP * 2 + 4, WARM_UP * 2 + 5, WARM_UP * 2 + 8)
-    plain, again = (trained(name, recorded=recorded, broken=broken) for recorded in (False, True))
+    plain, again = (trained(name, graphed=graphed, broken=broken) for graphed in (False, True))
     for one, other in zip(plain[:2], again[:2], strict=True):
         right = dict(one.state_dict())
         for key, value in other.state_dict().items():
@@ -99,15 +99,15 @@ def test_recorded_steps_train_as_the_others_do(name):
     assert torch.allclose(found, right, rtol=1e-9)
 
 
-def test_tables_that_moved_are_recorded_anew():
-    """A recording knows them by address."""
+def test_tables_that_moved_are_captured_again():
+    """A graph contains their addresses."""
     model = model_of(*FAMILIES["clip"]).train()
     loss = leanclip.create_loss("fastclip-v3", num_samples=SAMPLES)
     assert isinstance(loss, GlobalContrastiveLoss) and loss.state is not None
-    recorder = CudaGraphs(model, torch.autocast("cpu", enabled=False), lambda *given: Again(loss)(*given))
+    graphs = CudaGraphs(model, torch.autocast("cpu", enabled=False), lambda *given: FakeGraph(loss)(*given))
     context = StepContext(
         towers=model, loss=loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), global_batch=BATCH,
-        cuda_graphs=recorder,
+        cuda_graphs=graphs,
     )  # fmt: skip
     tokens = captions(longest=9)
     assert model.end_of_text is not None
@@ -116,15 +116,15 @@ def test_tables_that_moved_are_recorded_anew():
     for epoch in range(WARM_UP + 2):
         loss.set_epoch(epoch, 9)
         training_step(context, batch.pack(FEW_SIZES))
-    (before,) = recorder.graphs.values()
+    (before,) = graphs.graphs.values()
     loss.resize(SAMPLES + 5)
     moved = replace(batch, sample_ids=torch.arange(BATCH) + SAMPLES + 5 - BATCH)
     training_step(context, moved.pack(FEW_SIZES))
-    (after,) = recorder.graphs.values()
+    (after,) = graphs.graphs.values()
     assert after is not before and int(loss.state.visited) == 2 * BATCH
 
 
-def test_a_recorded_step_follows_the_loss_scale():
-    plain, again = (trained("fastclip-v3", recorded=r, scale=LossScale(256.0, grows=True)) for r in (False, True))
+def test_a_graphed_step_follows_the_loss_scale():
+    plain, again = (trained("fastclip-v3", graphed=r, scale=LossScale(256.0, grows=True)) for r in (False, True))
     for value, right in zip(again[0].parameters(), plain[0].parameters(), strict=True):
         assert torch.allclose(value, right, rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Kernels that are compiled ahead: each piece of a step is run once, in threads, and disturbs nothing."""
+"""Kernel warm-up: every kernel of a step is launched once, in threads, without side effects."""
 
 import subprocess
 import sys
@@ -11,7 +11,8 @@ from tower_cases import FAMILIES, captions, model_of
 import leanclip
 from leanclip.losses import LOSSES
 from leanclip.ops import attention
-from leanclip.training import kernel_warmup as ahead
+from leanclip.ops.blocking import LONGEST_STRIP, strip_tiles
+from leanclip.training import kernel_warmup
 from leanclip.training.kernel_warmup import KernelWarmup, warmup_calls
 
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ def calls_of(model, name="fastclip-v3"):
     )
 
 
-def test_calls_run_side_by_side_and_none_stops_the_run_or_fails_unseen():
+def test_calls_run_in_parallel_and_a_failure_is_reported():
     meeting, done = threading.Barrier(2, timeout=20), []
 
     def call():
@@ -37,14 +38,14 @@ def test_calls_run_side_by_side_and_none_stops_the_run_or_fails_unseen():
     def broken():
         raise RuntimeError("no such kernel\nmore of it")
 
-    told = KernelWarmup([call, broken, call], CPU).wait()
+    message = KernelWarmup([call, broken, call], CPU).wait()
     assert done == [1, 1]
-    assert told is not None and told.endswith("(RuntimeError: no such kernel)")
+    assert message is not None and message.endswith("(RuntimeError: no such kernel)")
 
 
 @pytest.mark.parametrize(("name", "number"), [("cuda", 1), ("cuda:2", 2)])
-def test_threads_use_the_gpu_of_the_one_that_starts_them(name, number, monkeypatch):
-    """`--device cuda` has no number, and set_device refuses it: nothing would be called, and nothing said."""
+def test_threads_use_the_gpu_of_the_thread_that_starts_them(name, number, monkeypatch):
+    """`--device cuda` has no number, which set_device needs."""
     chosen, done = [], []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch._C, "_cuda_setDevice", chosen.append, raising=False)
@@ -53,8 +54,7 @@ def test_threads_use_the_gpu_of_the_one_that_starts_them(name, number, monkeypat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_of_models_is_rehearsed(family):
-    """Called here, where what goes wrong is seen; in a run it would only be late."""
+def test_every_family_of_models_can_be_warmed_up(family):
     model = model_of(*FAMILIES[family])
     calls = calls_of(model)
     for call in calls:
@@ -62,8 +62,8 @@ def test_every_family_of_models_is_rehearsed(family):
     assert len(calls) == 1 + 2 * model.blockwise_image + 4 * (model.end_of_text is not None)
 
 
-def test_a_program_that_ends_early_ends_as_it_should():
-    """An error in the middle of getting ready: the threads are inside of torch, and must not abort the program."""
+def test_a_program_that_exits_during_the_warm_up_exits_cleanly():
+    """The threads are inside of torch, and must not abort the program."""
     code = """
 import sys, torch
 from leanclip.training.kernel_warmup import KernelWarmup
@@ -81,7 +81,7 @@ sys.exit(2)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_piece_runs_and_neither_weights_nor_random_numbers_change(name):
+def test_weights_and_random_numbers_do_not_change(name):
     base, vision, text = FAMILIES["clip"]
     model = model_of(base, vision, text)
     before, state = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
@@ -99,8 +99,8 @@ LAUNCHING["patch dropout"] = ({}, {"patch_dropout": 0.5}, {})
 
 
 @pytest.mark.parametrize("family", LAUNCHING)
-def test_what_is_rehearsed_is_what_the_model_launches(family, monkeypatch):
-    """By all that a kernel is compiled for; with the GPU's kernels in place of the CPU's way."""
+def test_the_warmed_kernels_are_those_that_the_model_launches(family, monkeypatch):
+    """By everything that a kernel is compiled for. A stand-in replaces the GPU's kernels."""
     launched = []
 
     def launch(qkv, tiles, rows, length, block):
@@ -113,20 +113,19 @@ def test_what_is_rehearsed_is_what_the_model_launches(family, monkeypatch):
 
     model = model_of(*LAUNCHING[family])
     monkeypatch.setattr(attention, "uses_kernel", lambda qkv: True)
-    for module in (attention, ahead):
+    for module in (attention, kernel_warmup):
         monkeypatch.setattr(module, "short_attention", launch)
-    monkeypatch.setattr(ahead, "short_attention_backward", launch_back)
+    monkeypatch.setattr(kernel_warmup, "short_attention_backward", launch_back)
     for call in calls_of(model):
         call()
-    rehearsed = launched.copy()
+    warmed = launched.copy()
     launched.clear()
     model(torch.randn(3, 3, 32, 32), captions(3))
-    assert launched and set(launched) <= set(rehearsed)
-    assert all(rehearsed.count(kernel) >= 2 for kernel in launched)  # forward and backward
+    assert launched and set(launched) <= set(warmed)
+    assert all(warmed.count(kernel) >= 2 for kernel in launched)  # forward and backward
 
 
 @pytest.mark.parametrize("processors", [20, 108, 132, 148])
-def test_a_larger_batch_launches_the_kernels_of_the_one_that_is_rehearsed(processors):
-    launch = pytest.importorskip("leanclip.ops.triton.launch")
-    tiles = [(batch // 128) ** 2 for batch in (ahead.MOST_SAMPLES, 2 * ahead.MOST_SAMPLES, 2**20)]
-    assert {launch._strip(count, processors) for count in tiles} == {launch.LONGEST_STRIP}
+def test_a_larger_batch_launches_the_kernels_of_the_warm_up(processors):
+    tiles = [(batch // 128) ** 2 for batch in (kernel_warmup.MOST_SAMPLES, 2 * kernel_warmup.MOST_SAMPLES, 2**20)]
+    assert {strip_tiles(count, processors) for count in tiles} == {LONGEST_STRIP}

@@ -31,7 +31,7 @@ def test_the_average_follows_its_rule():
         decay = min(0.5, (1 + n) / (10 + n))
         average = decay * average + (1 - decay) * weight.double()
     assert torch.allclose(ema.averages["0.weight"].double(), average, atol=1e-5)
-    assert set(ema.averages) == {"0.weight", "0.bias", "1.weight", "1.bias"}  # none that is locked
+    assert set(ema.averages) == {"0.weight", "0.bias", "1.weight", "1.bias"}  # without the locked ones
 
 
 def test_swapping_in_and_out_is_exact_even_after_an_error():
@@ -96,7 +96,7 @@ def test_training_is_the_same_with_and_without_it(run, tmp_path):
         assert torch.equal(value, without[name]), name
 
 
-def test_what_is_evaluated_is_what_is_kept(run, tmp_path):
+def test_the_evaluated_weights_are_the_saved_ones(run, tmp_path):
     """The averaged weights, in the evaluation of the run, in its checkpoints and in `leanclip evaluate`."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = [line for line in lines if line["kind"] == "eval" and line["set"] == "val"]
@@ -114,7 +114,7 @@ def test_what_is_evaluated_is_what_is_kept(run, tmp_path):
     assert any(not torch.equal(kept[f"trained {name}"], kept[f"ema {name}"]) for name in averaged)
 
 
-def test_a_run_without_an_average_can_go_on_with_one(run, tmp_path):
+def test_a_run_without_an_average_can_continue_with_one(run, tmp_path):
     start = train(tmp_path, "start", "--max-steps", 4, "--eval-every", 0)
     train(tmp_path, "start", "--max-steps", 6, "--eval-every", 0, "--ema", 0.9, "--resume", "latest")
     assert int(files(start / "checkpoints/last")["ema updates"]) == 2
