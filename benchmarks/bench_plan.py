@@ -126,7 +126,7 @@ FIELDS: tuple[str, ...] = (
 
 def predict(case: Case, gpu: GpuModel) -> tuple[float, float]:
     """GiB and seconds of a step."""
-    found = predict_step(
+    step = predict_step(
         case.config(),
         samples=SAMPLES,
         parts=case.parts,
@@ -134,7 +134,7 @@ def predict(case: Case, gpu: GpuModel) -> tuple[float, float]:
         processors=gpu.processors,
         caption_length=CAPTION,
     )
-    return found.peak / 2**30, gpu.step(found)
+    return step.peak / 2**30, gpu.step(step)
 
 
 def synthetic(model: TwoTower, batch: int, device: torch.device) -> Batch:
@@ -179,16 +179,16 @@ def measure(case: Case, device: torch.device) -> tuple[float, float]:
     training_step(context, data)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    peak, each = 0.0, 0.0
+    peak, step_seconds = 0.0, 0.0
     for count in (4, None):  # the first four are not timed: a CUDA graph is captured after three
-        count = count or max(2, min(50, round(1 / each)))
+        count = count or max(2, min(50, round(1 / step_seconds)))
         began = time.perf_counter()
         for _ in range(count):
             assert not training_step(context, data).skipped
         torch.cuda.synchronize()
-        each = (time.perf_counter() - began) / count
+        step_seconds = (time.perf_counter() - began) / count
         peak = torch.cuda.max_memory_allocated() / 2**30
-    return peak, each
+    return peak, step_seconds
 
 
 def measure_all(cases: Iterable[Case], output: Path) -> None:
