@@ -98,8 +98,7 @@ class Inputs:
                 cols=cols.to(device, dtype),
                 offset=case.offset,
                 mask_positives=case.mask_positives,
-                row_groups=(groups[0] // 3).to(device) if case.groups else None,
-                col_groups=(groups[1] // 3).to(device) if case.groups else None,
+                groups=((groups[0] // 3).to(device), (groups[1] // 3).to(device)) if case.groups else None,
             ),
         )
 
@@ -135,8 +134,8 @@ def outputs(
     assert by_cols is not None
     row_terms, col_terms = (Terms(cast(scale), cast(weight)) for scale, weight in weights or inputs.terms())
     both = engine.gradients(pairs, row_terms, col_terms, diagonal)
-    one = engine.gradients(pairs, row_terms, None, diagonal, needs=(True, False))
-    other = engine.gradients(pairs, None, col_terms, diagonal, needs=(False, True))
+    one = engine.gradients(pairs, row_terms, col_terms, diagonal, needs=(True, False))
+    other = engine.gradients(pairs, row_terms, col_terms, diagonal, needs=(False, True))
     sigmoid = Sigmoid(cast(inputs.row_scale.max()), cast(inputs.bias), cast(inputs.weight))
     sums = engine.pairwise(pairs, sigmoid, diagonal)
     assert one.cols is None and other.rows is None
@@ -147,8 +146,8 @@ def outputs(
         "col mean": by_cols.mean,
         "d_rows": both.rows,
         "d_cols": both.cols,
-        "d_rows of rows": one.rows,
-        "d_cols of cols": other.cols,
+        "d_rows alone": one.rows,
+        "d_cols alone": other.cols,
         "softplus": sums.softplus,
         "weight": sums.weight,
         "similarity": sums.similarity,

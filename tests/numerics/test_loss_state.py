@@ -113,7 +113,7 @@ def test_gamma_one_forgets_and_gamma_zero_freezes(name, seed):
         for table in {"tau_image", "tau_text"} & state(loss).initial.keys():
             state(loss).get_buffer(table).copy_(state(fresh).get_buffer(table))  # all have the same temperatures
     before = log_u(frozen, ids)
-    frozen.gamma = 1e-90
+    frozen.shares.set(1 - 1e-90, 1e-90)
     for loss in (fresh, used, frozen):
         step(loss, image, text, ids)
     assert torch.equal(log_u(fresh, ids), log_u(used, ids))

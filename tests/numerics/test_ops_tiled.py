@@ -64,7 +64,7 @@ def test_autocast_around_the_call_changes_nothing():
 def test_rows_without_pairs_have_no_sum_and_mean_zero():
     embeddings = torch.nn.functional.normalize(torch.randn(4, 8), dim=1)
     same = torch.zeros(4, dtype=torch.long)
-    pairs = Pairs(rows=embeddings, cols=embeddings, mask_positives=True, row_groups=same, col_groups=same)
+    pairs = Pairs(rows=embeddings, cols=embeddings, mask_positives=True, groups=(same, same))
     by_rows, by_cols = tiled.statistics(pairs, torch.tensor(5.0), None)
     assert by_cols is None
     assert by_rows.log_sum.isneginf().all()

@@ -72,8 +72,7 @@ class Local(NamedTuple):
             cols=cols,
             offset=self.share.start,
             mask_positives=mask_positives,
-            row_groups=None if all_groups is None else all_groups[self.share],
-            col_groups=all_groups,
+            groups=None if all_groups is None else (all_groups[self.share], all_groups),
         )
 
     def groups(self, groups: Tensor | None) -> Tensor | None:

@@ -60,15 +60,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         """The inner learning rate."""
         return self.shares.on_host[1]
 
-    @gamma.setter
-    def gamma(self, value: float) -> None:
-        self.shares.set(1 - value, value)
-
     def set_epoch(self, epoch: float, epochs: int) -> None:
         """Set gamma to its value in this epoch. With `gamma_per_step` give the epoch with its fraction."""
         self.epoch, self._since_set_epoch = math.floor(epoch), 0.0
         if self.inner_rate is not None:
-            self.gamma = self.inner_rate(epoch, epochs)
+            gamma = self.inner_rate(epoch, epochs)
+            self.shares.set(1 - gamma, gamma)
         if isinstance(self.temperature_rule, IndividualTemperature):
             self.temperature_rule.set_epoch(self.epoch)
 
@@ -152,27 +149,19 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     def _read_state(self, ids: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> dict[str, Tensor]:
         """tau before this step, and the samples' log u and shift where the loss keeps them, by one collective."""
-        rule, names = self.temperature_rule, ["log_u"]
         stored: dict[str, Tensor] = {}
-        if isinstance(rule, IndividualTemperature):
-            names.append("tau")
-        else:
-            stored["tau"] = rule.mean()
-        if self._shifts:
-            names.append("shift")
         if self.state is not None and ids is not None:
+            names = [name for name in ("log_u", "tau", "shift") if f"{name}_image" in self.state.initial]
             stored |= self.state.read(names, ids)
+        if not isinstance(self.temperature_rule, IndividualTemperature):
+            stored["tau"] = self.temperature_rule.mean()
         return {name: value.to(dtype) for name, value in stored.items()}
-
-    @property
-    def _shifts(self) -> bool:
-        return self.state is not None and "shift_image" in self.state.initial
 
     def _shift(
         self, matrix: Similarities, logit: Tensor, inverse: Tensor, stored: dict[str, Tensor]
     ) -> Tensor | None:
         """eps_form="published": the largest exponent of an anchor so far, by which its estimate is shifted."""
-        if not self._shifts:
+        if "shift" not in stored:
             return None
         largest = torch.stack([ops.row_maxima(*matrix.gathered), ops.row_maxima(*matrix.gathered[::-1])])
         return torch.maximum(stored["shift"], largest * inverse - logit)

@@ -96,8 +96,7 @@ def create_loss(
     `num_samples` is the size of the training set, required by the losses that keep a state per sample. The
     hyper-parameters are those of `LossConfig` that the loss takes.
     """
-    spec = spec_of(name)
-    check_names(name, set(hyper), spec.takes)
+    check_names(name, set(hyper), spec_of(name).takes)
     return loss_from_config(name, LossConfig(**hyper), num_samples=num_samples, implementation=implementation)
 
 

@@ -5,8 +5,6 @@ accumulate(out, weights, factors)  out += weights @ factors
 row_maxima(rows, cols)             (rows @ cols.T).amax(1)
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -19,8 +17,8 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_narrow(tensor: Tensor) -> bool:
-    """Whether the products should run in 16 bits with float32 sums: half-precision inputs on a GPU that can."""
-    return tensor.dtype in (torch.float16, torch.bfloat16) and tensor.is_cuda and _mixed_products_work()
+    """Whether the products should run in 16 bits with float32 sums: half-precision inputs on an NVIDIA GPU."""
+    return tensor.dtype in (torch.float16, torch.bfloat16) and tensor.is_cuda and torch.version.cuda is not None
 
 
 def operand(tensor: Tensor) -> Tensor:
@@ -57,16 +55,3 @@ def row_maxima(rows: Tensor, cols: Tensor) -> Tensor:
     dtype = accumulator_dtype(rows.dtype)
     columns = cols.to(dtype)
     return torch.cat([(tile.to(dtype) @ columns.T).amax(1) for tile in rows.split(MAXIMA_ROWS)])
-
-
-@functools.cache
-def _mixed_products_work() -> bool:
-    """Whether this torch multiplies 16-bit matrices into a float32 result; those before 2.8 do not."""
-    probe = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
-    result = torch.zeros(16, 16, device="cuda")
-    try:
-        torch.mm(probe, probe, out_dtype=torch.float32, out=result)
-        torch.addmm(result, probe, probe, out_dtype=torch.float32, out=result)
-    except (TypeError, RuntimeError):
-        return False
-    return True

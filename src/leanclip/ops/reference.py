@@ -22,7 +22,7 @@ def statistics(pairs: Pairs, row_scale: Tensor, col_scale: Tensor | None) -> tup
 
 
 def gradients(
-    pairs: Pairs, row_terms: Terms | None, col_terms: Terms | None, diagonal: Tensor, *, needs: Needs = (True, True)
+    pairs: Pairs, row_terms: Terms, col_terms: Terms, diagonal: Tensor, *, needs: Needs = (True, True)
 ) -> Gradients:
     """d_rows = W cols and d_cols = W^T rows, where over the pairs that count
 
@@ -31,12 +31,9 @@ def gradients(
     and `diagonal` (R,) is added to W at the positives.
     """
     similarity_RC, counted_RC = similarities(pairs.rows, pairs.cols), counted_pairs(pairs)
-    weights_RC = torch.zeros_like(similarity_RC)
-    if row_terms is not None:
-        weights_RC += (_scaled(row_terms.scale, similarity_RC) + row_terms.log_weight[:, None]).exp()
-    if col_terms is not None:
-        weights_RC += (_scaled(col_terms.scale, similarity_RC.T) + col_terms.log_weight[:, None]).exp().T
-    weights_RC = weights_RC.masked_fill(~counted_RC, 0.0) + _positives(diagonal, pairs)
+    by_row_RC = (_scaled(row_terms.scale, similarity_RC) + row_terms.log_weight[:, None]).exp()
+    by_col_RC = (_scaled(col_terms.scale, similarity_RC.T) + col_terms.log_weight[:, None]).exp().T
+    weights_RC = (by_row_RC + by_col_RC).masked_fill(~counted_RC, 0.0) + _positives(diagonal, pairs)
     return _pull_back(pairs, weights_RC, needs)
 
 
@@ -74,9 +71,9 @@ def counted_pairs(pairs: Pairs) -> Tensor:
     """The (R, C) mask of the pairs that count."""
     row, col = (torch.arange(len(side), device=side.device) for side in (pairs.rows, pairs.cols))
     positive_RC = row[:, None] + pairs.offset == col[None, :]
-    if pairs.row_groups is None or pairs.col_groups is None:
+    if pairs.groups is None:
         return ~positive_RC if pairs.mask_positives else torch.ones_like(positive_RC)
-    same_RC = pairs.row_groups[:, None] == pairs.col_groups[None, :]
+    same_RC = pairs.groups[0][:, None] == pairs.groups[1][None, :]
     return ~(same_RC | positive_RC) if pairs.mask_positives else ~same_RC | positive_RC
 
 

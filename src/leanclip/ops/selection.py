@@ -13,8 +13,7 @@ from leanclip.errors import ArgumentError
 from leanclip.ops.types import Implementation
 
 IMPLEMENTATIONS = ("auto", "reference", "tiled", "triton")
-# Compute capability 8.0; older matrix units have no bfloat16.
-_OLDEST_CAPABILITY = (8, 0)
+OLDEST_CAPABILITY = 80  # older matrix units have no bfloat16
 
 
 def available(rows: Tensor) -> list[str]:
@@ -53,7 +52,7 @@ def _why_not_triton(rows: Tensor) -> str | None:
         return None
     if not rows.is_cuda or torch.version.cuda is None:
         return f"it needs an NVIDIA GPU, the embeddings are on {rows.device}"
-    if _capability(rows.get_device()) < _OLDEST_CAPABILITY:
+    if device_capability(rows.get_device()) < OLDEST_CAPABILITY:
         return f"it needs compute capability 8.0 or newer, {torch.cuda.get_device_name(rows.device)} is older"
     return None
 
@@ -64,5 +63,7 @@ def _triton_installed() -> bool:
 
 
 @functools.cache
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def device_capability(device: int) -> int:
+    """90 for compute capability 9.0."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

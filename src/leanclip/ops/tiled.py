@@ -36,21 +36,17 @@ def statistics(pairs: Pairs, row_scale: Tensor, col_scale: Tensor | None) -> tup
 
 @torch.no_grad()
 def gradients(
-    pairs: Pairs, row_terms: Terms | None, col_terms: Terms | None, diagonal: Tensor, *, needs: Needs = (True, True)
+    pairs: Pairs, row_terms: Terms, col_terms: Terms, diagonal: Tensor, *, needs: Needs = (True, True)
 ) -> Gradients:
     """Equals `reference.gradients`."""
     pairs = _operands(pairs)
     sums = _GradientSums(pairs, needs)
     for tile in _tiles(pairs, buffers=2):
         similarity, weights = tile.buffers
-        if row_terms is None:
-            weights.zero_()
-        else:
-            torch.mul(similarity, _column(row_terms.scale, tile.rows), out=weights)
-            weights.add_(row_terms.log_weight[tile.rows, None]).exp_()
-        if col_terms is not None:
-            similarity.mul_(_row(col_terms.scale, tile.cols)).add_(col_terms.log_weight[None, tile.cols])
-            weights.add_(similarity.exp_())
+        torch.mul(similarity, _column(row_terms.scale, tile.rows), out=weights)
+        weights.add_(row_terms.log_weight[tile.rows, None]).exp_()
+        similarity.mul_(_row(col_terms.scale, tile.cols)).add_(col_terms.log_weight[None, tile.cols])
+        weights.add_(similarity.exp_())
         sums.add(tile, tile.leave_out(weights, 0.0), diagonal)
     return sums.gradients
 
@@ -169,9 +165,9 @@ def _tile_shape(num_rows: int, num_cols: int, elements: int) -> tuple[int, int]:
 
 
 def _left_out(rows: slice, cols: slice, pairs: Pairs) -> Tensor | None:
-    if pairs.row_groups is None or pairs.col_groups is None:
+    if pairs.groups is None:
         return None
-    same = pairs.row_groups[rows, None] == pairs.col_groups[None, cols]
+    same = pairs.groups[0][rows, None] == pairs.groups[1][None, cols]
     _positives(same, rows, cols, pairs).fill_(pairs.mask_positives)
     return same
 

@@ -24,12 +24,7 @@ class Pairs:
     cols: Tensor  # (C, D)
     offset: int = 0
     mask_positives: bool = False
-    row_groups: Tensor | None = None  # (R,) integers
-    col_groups: Tensor | None = None  # (C,) integers
-
-    def __post_init__(self) -> None:
-        if (self.row_groups is None) != (self.col_groups is None):
-            raise ValueError("give row_groups and col_groups together, or neither")
+    groups: tuple[Tensor, Tensor] | None = None  # (R,) and (C,) integers, of the rows and of the columns
 
     def transposed(self) -> "Pairs":
         """The same pairs with rows and columns swapped."""
@@ -38,8 +33,7 @@ class Pairs:
             cols=self.rows,
             offset=-self.offset,
             mask_positives=self.mask_positives,
-            row_groups=self.col_groups,
-            col_groups=self.row_groups,
+            groups=None if self.groups is None else (self.groups[1], self.groups[0]),
         )
 
 
@@ -90,7 +84,7 @@ class Implementation(Protocol):
     ) -> tuple[Statistics, Statistics | None]: ...
 
     def gradients(
-        self, pairs: Pairs, row_terms: Terms | None, col_terms: Terms | None, diagonal: Tensor, *, needs: Needs = ...
+        self, pairs: Pairs, row_terms: Terms, col_terms: Terms, diagonal: Tensor, *, needs: Needs = ...
     ) -> Gradients: ...
 
     def pairwise(self, pairs: Pairs, sigmoid: Sigmoid, diagonal: Tensor, *, needs: Needs = ...) -> Pairwise: ...

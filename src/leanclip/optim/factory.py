@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 from leanclip.errors import UserError
 from leanclip.optim.config import OptimConfig
 
-TIMM_NAMES = {"sgdm": "momentum"}  # timm's plain "sgd" has Nesterov momentum on
-
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay; gains, biases and other vectors do not."""
@@ -28,13 +26,12 @@ def create_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optim
     """The optimizer of a resolved configuration. Each group stores its peak learning rate for the schedule."""
     assert config.lr is not None and config.wd is not None
     assert config.beta1 is not None and config.beta2 is not None and config.eps_opt is not None
-    groups = [group | {"lr": group.get("lr", config.lr)} for group in groups]
-    groups = [group | {"peak_lr": group["lr"]} for group in groups]
+    groups = [group | dict.fromkeys(("lr", "peak_lr"), group.get("lr", config.lr)) for group in groups]
     if config.opt == "adamw":
         return torch.optim.AdamW(
             groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps_opt, fused=True
         )
-    name = TIMM_NAMES.get(config.opt, config.opt)
+    name = "momentum" if config.opt == "sgdm" else config.opt  # timm's plain "sgd" has Nesterov momentum on
     known = list_optimizers()
     if name not in known:
         choices = ["adamw", "lamb", "lion", "sgdm", *known]

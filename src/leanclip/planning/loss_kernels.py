@@ -37,7 +37,7 @@ class TracedEngine:
         return by_rows, by_cols
 
     def gradients(
-        self, pairs: Pairs, row_terms: Terms | None, col_terms: Terms | None, diagonal: Tensor, *,
+        self, pairs: Pairs, row_terms: Terms, col_terms: Terms, diagonal: Tensor, *,
         needs: Needs = (True, True),
     ) -> Gradients:  # fmt: skip
         return self._weighted(pairs, needs)[0]

@@ -30,14 +30,11 @@ _AMPERE = Config(block_r=128, block_c=128, block_k=32, num_warps=8, num_stages=3
 # The interpreter runs in Python: small tiles, so that small tests still use several of them.
 INTERPRETED = Config(block_r=64, block_c=64, block_k=32, num_warps=2, num_stages=1, group=2)
 
-_AMPERE_KERNELS = dict.fromkeys(("statistics", "weights", "pairwise"), _AMPERE)
-_HOPPER_KERNELS = {"statistics": _HOPPER, "weights": replace(_HOPPER, group=2), "pairwise": _HOPPER}
-# A tile has at most 128 columns: the fast softplus multiplies as many factors up to 2 as half a tile has columns.
-_KERNELS = {80: _AMPERE_KERNELS, 86: _AMPERE_KERNELS, 89: _AMPERE_KERNELS, 90: _HOPPER_KERNELS}
-
 
 def config(kernel: str, capability: int) -> Config:
-    """The configuration of the nearest architecture that is not newer."""
+    """A tile has at most 128 columns: the fast softplus multiplies as many factors up to 2 as half a tile has."""
     if kernel == "finish":
         return _FINISH
-    return _KERNELS[max(known for known in _KERNELS if known <= capability)][kernel]
+    if capability < 90:
+        return _AMPERE
+    return replace(_HOPPER, group=2) if kernel == "weights" else _HOPPER

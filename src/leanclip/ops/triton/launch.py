@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from leanclip.ops import products
 from leanclip.ops.blocking import PARTIAL_BYTES, WEIGHT_BYTES, block_shape, ceil_div, panel_rows, strip_tiles
+from leanclip.ops.selection import device_capability
 from leanclip.ops.triton import configs
 from leanclip.ops.triton.kernel import run
 from leanclip.ops.triton.sums import finish, largest_norms, statistics_kernel
@@ -33,7 +34,7 @@ class _Launch(NamedTuple):
 
     @classmethod
     def of(cls, pairs: Pairs) -> "_Launch":
-        capability = _capability(pairs.rows.get_device()) if pairs.rows.is_cuda else 0
+        capability = device_capability(pairs.rows.get_device()) if pairs.rows.is_cuda else 0
         if capability:
             _bind_context(pairs.rows.device)
         rows, cols = pairs.rows.detach().contiguous(), pairs.cols.detach().contiguous()
@@ -57,7 +58,7 @@ class _Launch(NamedTuple):
         return {
             "DIM": self.pairs.rows.shape[1],
             "MASK_POSITIVES": self.pairs.mask_positives,
-            "GROUPS": self.pairs.row_groups is not None,
+            "GROUPS": self.pairs.groups is not None,
         }
 
     def tile_constants(self, config: configs.Config) -> dict[str, Any]:
@@ -73,12 +74,8 @@ class _Launch(NamedTuple):
 
     def groups(self) -> tuple[Tensor, Tensor]:
         """Without groups the kernels get any pointer, and do not read it."""
-        if self.pairs.row_groups is None or self.pairs.col_groups is None:
-            return self.pairs.rows, self.pairs.cols
-        return self.pairs.row_groups.contiguous(), self.pairs.col_groups.contiguous()
-
-    def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float32, device=self.pairs.rows.device)
+        row_groups, col_groups = self.pairs.groups or (self.pairs.rows, self.pairs.cols)
+        return row_groups.contiguous(), col_groups.contiguous()
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.pairs.rows.device)
@@ -86,12 +83,6 @@ class _Launch(NamedTuple):
     def device(self) -> AbstractContextManager[Any]:
         """Triton launches on the current device."""
         return torch.cuda.device(self.pairs.rows.device) if self.capability else contextlib.nullcontext()
-
-
-@functools.cache
-def _capability(device: int) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 @functools.cache
@@ -171,7 +162,7 @@ def _statistics(launch: _Launch, row_scale: Tensor, col_scale: Tensor | None) ->
 
 
 def _squared_norms(launch: _Launch) -> Tensor:
-    rows, cols, squares = launch.pairs.rows, launch.pairs.cols, launch.zeros(2)
+    rows, cols, squares = launch.pairs.rows, launch.pairs.cols, launch.empty(2).zero_()
     block = 64 if launch.capability else 32
     run(
         largest_norms,
@@ -218,34 +209,18 @@ def _finish(
 
 
 def gradients(
-    pairs: Pairs, row_terms: Terms | None, col_terms: Terms | None, diagonal: Tensor, *, needs: Needs = (True, True)
+    pairs: Pairs, row_terms: Terms, col_terms: Terms, diagonal: Tensor, *, needs: Needs = (True, True)
 ) -> Gradients:
     """Equals `reference.gradients`. Equal single scales need one exponential per pair, not two."""
     launch = _Launch.of(pairs)
-    constants = {
-        "ROW_VECTOR": row_terms is not None and row_terms.scale.ndim == 1,
-        "COL_VECTOR": col_terms is not None and col_terms.scale.ndim == 1,
-        "BY_ROWS": row_terms is not None,
-        "BY_COLS": col_terms is not None,
-    }
-    # A side without terms gets pointers that are not read for its weights, but must be as long as the side.
-    scalars = (
-        *_scalars(row_terms, col_terms, len(pairs.rows), launch),
-        *_scalars(col_terms, row_terms, len(pairs.cols), launch),
-        diagonal.detach().contiguous(),
-    )
+    constants = {"ROW_VECTOR": row_terms.scale.ndim == 1, "COL_VECTOR": col_terms.scale.ndim == 1}
+    scalars = tuple(tensor.detach().contiguous() for tensor in (*row_terms, *col_terms, diagonal))
     with launch.device():
         weights = _WeightBlocks(launch, launch.config("weights"), needs)
         if any(needs):
             for block in weights.blocks():
                 weights.compute(weights_kernel, block, scalars, constants)
     return weights.gradients
-
-
-def _scalars(terms: Terms | None, other: Terms | None, count: int, launch: _Launch) -> tuple[Tensor, Tensor]:
-    if terms is None:
-        return launch.zeros(1) if other is None else other.scale.detach(), launch.zeros(count)
-    return terms.scale.detach().contiguous(), terms.log_weight.detach().contiguous()
 
 
 def pairwise(pairs: Pairs, sigmoid: Sigmoid, diagonal: Tensor, *, needs: Needs = (True, True)) -> Pairwise:

@@ -34,7 +34,7 @@ def log_weight_range(log_weight):
 @triton.jit
 def exponential_weights(
     similarity, row_scales, row_log_weight, col_scales, col_log_weight, same_scale,
-    BY_ROWS: tl.constexpr, BY_COLS: tl.constexpr, ONE_SCALE: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
     """exp(row scale s + row log-weight) + exp(col scale s + col log-weight).
 
@@ -55,11 +55,8 @@ def exponential_weights(
             weights = exponential(similarity * row_scales[:, None] + row_log_weight[:, None])
             weights += exponential(similarity * col_scales[None, :] + col_log_weight[None, :])
     else:
-        weights = tl.zeros_like(similarity)
-        if BY_ROWS:
-            weights = exponential(similarity * row_scales[:, None] + row_log_weight[:, None])
-        if BY_COLS:
-            weights += exponential(similarity * col_scales[None, :] + col_log_weight[None, :])
+        weights = exponential(similarity * row_scales[:, None] + row_log_weight[:, None])
+        weights += exponential(similarity * col_scales[None, :] + col_log_weight[None, :])
     return weights
 
 
@@ -122,7 +119,7 @@ def weights_kernel(
     rows, cols, row_scale, row_log_weight, col_scale, col_log_weight, diagonal, row_groups, col_groups, out,
     first_row, end_row, first_col, end_col, num_rows, num_cols, offset, stride,
     DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    ROW_VECTOR: tl.constexpr, COL_VECTOR: tl.constexpr, BY_ROWS: tl.constexpr, BY_COLS: tl.constexpr,
+    ROW_VECTOR: tl.constexpr, COL_VECTOR: tl.constexpr,
     MASK_POSITIVES: tl.constexpr, GROUPS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The weights W of `reference.gradients` for rows first_row:end_row and columns first_col:end_col."""
@@ -138,7 +135,7 @@ def weights_kernel(
         BLOCK_R, BLOCK_C, MASK_POSITIVES, GROUPS,
     )  # fmt: skip
     HALF: tl.constexpr = BLOCK_C // 2
-    ONE_SCALE: tl.constexpr = BY_ROWS and BY_COLS and not ROW_VECTOR and not COL_VECTOR
+    ONE_SCALE: tl.constexpr = not ROW_VECTOR and not COL_VECTOR
     same_scale = tl.load(row_scale) == tl.load(col_scale)
     parts = (left, right)
     for side in tl.static_range(2):
@@ -147,7 +144,7 @@ def weights_kernel(
         col_scales = load_scales(col_scale, at_col, end_col, COL_VECTOR)
         col_weight = tl.load(col_log_weight + at_col, at_col < end_col, float("-inf")).to(tl.float32)
         weights = exponential_weights(
-            parts[side], row_scales, row_weight, col_scales, col_weight, same_scale, BY_ROWS, BY_COLS, ONE_SCALE
+            parts[side], row_scales, row_weight, col_scales, col_weight, same_scale, ONE_SCALE
         )
         if not plain:
             weights = add_positives(weights, diagonal, row, part_col, end_row, offset, BLOCK_R, HALF)
