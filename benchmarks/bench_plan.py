@@ -1,15 +1,14 @@
 """How exact the planner is: predicted against measured memory and time of training steps on one GPU.
 
-    python benchmarks/bench_plan.py             # on a GPU: calibrates and measures; about six minutes on an H200
-    python benchmarks/bench_plan.py --predict   # anywhere: predicts what was measured, and writes the table
+    python benchmarks/bench_plan.py             # on a GPU: measures and predicts; about six minutes on an H200
+    python benchmarks/bench_plan.py --predict   # anywhere: predicts what an H200 measured, and writes the table
     python benchmarks/bench_plan.py --quick     # one small case, on a CPU too: predictions only; nothing is kept
 
 Measured: `training_step` as the trainer runs it, on random pixels and captions of 8 to 23 tokens. Memory is PyTorch's
 `max_memory_allocated` after the first step, which compiles; time the mean of the steps of about a second. Predicted:
-`leanclip.planning.step_prediction` on fake tensors, with the GPU as
-`leanclip.planning.gpu_measurement` measured it in the same run by
-timing bare operations (no model is calibrated on). Rows go to benchmarks/results/plan.csv as they come, the gpu to
-plan_gpu.json beside it, the table to docs/planning.md.
+`leanclip.planning.step_prediction` on fake tensors, for the rates that `leanclip.planning.gpu_measurement` measures
+in the same run, or with --predict for those of h200.json. Rows go to benchmarks/results/plan.csv as they come, the
+table to docs/planning.md.
 """
 
 import argparse
@@ -31,8 +30,8 @@ from leanclip.distributed import Ranks
 from leanclip.losses import loss_from_config
 from leanclip.models import ModelConfig, TwoTower
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
-from leanclip.planning.gpu_measurement import calibrated
-from leanclip.planning.gpu_model import GpuModel, gpu_named, read_gpu, write_gpu
+from leanclip.planning.gpu_measurement import measured_gpu
+from leanclip.planning.gpu_model import REFERENCE, GpuModel, read_gpu
 from leanclip.planning.step_prediction import caption_lengths, predict_step
 from leanclip.runs.config import ParallelConfig, RunConfig, TrainConfig
 from leanclip.training.cuda_graph import CudaGraphs
@@ -42,7 +41,6 @@ from leanclip.training.step_context import StepContext
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "plan.csv"
-GPU_FILE = "plan_gpu.json"
 DOCS = HERE.parent / "docs" / "planning.md"
 BEGIN, END = "<!-- accuracy: written by benchmarks/bench_plan.py -->", "<!-- end of accuracy -->"
 SAMPLES = 1_000_000
@@ -246,8 +244,7 @@ def write_docs(rows: list[dict[str, Any]], path: Path = DOCS) -> None:
     path.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
 
 
-def predict_all(output: Path) -> None:
-    gpu = read_gpu(output.parent / GPU_FILE)
+def predict_all(output: Path, gpu: GpuModel) -> None:
     with output.open(newline="") as file:
         rows: list[dict[str, Any]] = list(csv.DictReader(file))
     for at, row in enumerate(rows):
@@ -267,19 +264,16 @@ def main() -> None:
     parser.add_argument("--predict", action="store_true", help="only predict what was measured before")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    gpu = read_gpu(REFERENCE) if arguments.quick or arguments.predict else measured_gpu(torch.device("cuda"))
+    print(f"{gpu.name}: {gpu.matrix_rate / 1e12:.0f} TFLOP/s, {gpu.bandwidth / 1e12:.2f} TB/s", flush=True)
     if arguments.quick:
-        gpu = gpu_named("H200")
-        print(f"{gpu.name}: {gpu.matrix_rate / 1e12:.0f} TFLOP/s ({gpu.source})")
         for case in QUICK:
             gib, seconds = predict(case, gpu)
             print(case.row() | {"predicted_gib": gib, "predicted_seconds": seconds})
         return
     if not arguments.predict:
-        gpu = calibrated(torch.device("cuda"), again=True)
-        write_gpu(gpu, arguments.output.parent / GPU_FILE)
-        print(f"{gpu.name}: {gpu.matrix_rate / 1e12:.0f} TFLOP/s, {gpu.bandwidth / 1e12:.2f} TB/s", flush=True)
         measure_all(CASES, arguments.output)
-    predict_all(arguments.output)
+    predict_all(arguments.output, gpu)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from leanclip.errors import UserError, first_line
 from leanclip.losses import loss_from_config
 from leanclip.losses.registry import spec_of
 from leanclip.models import model_config_of
-from leanclip.planning.gpu_measurement import calibrated
+from leanclip.planning.gpu_measurement import measured_gpu
 from leanclip.planning.gpu_model import GPUS, GpuModel, gpu_named
 from leanclip.planning.network import NETWORKS
 from leanclip.planning.planner import USABLE, Option, Planner, share_of
@@ -89,8 +89,9 @@ def run(arguments: list[str]) -> None:
     )
     console = Console(soft_wrap=True, highlight=False)
     samples = parse_count(command.samples)
-    with status_line() as report:
-        gpu = gpu_of(command, report)
+    status = Console(stderr=True).status("")  # shows at a terminal what is being done
+    with status:
+        gpu = gpu_of(command, status.update)
         config = resolved(command, samples)
         planner = Planner(
             samples=samples,
@@ -99,7 +100,7 @@ def run(arguments: list[str]) -> None:
             room=int(USABLE * gpu.memory),
             network=NETWORKS[command.network or ("nvlink" if command.gpus <= GPUS_PER_HOST else "infiniband")],
             caption_length=command.caption_length,
-            report=report,
+            report=status.update,
         )
         with traceable(config):
             options = sorted(planner.options(config), key=lambda option: option.seconds)
@@ -108,8 +109,8 @@ def run(arguments: list[str]) -> None:
         if command.compare:
             console.print(comparison(options[0], samples))
         console.print(f"run:           {command_line(options[0], arguments)}")
-    with status_line() as report, traceable(config):
-        planner.report = lambda doing: report(f"the largest batch: {doing}")
+    with status, traceable(config):
+        planner.report = lambda doing: status.update(f"the largest batch: {doing}")
         largest = planner.largest_batch(config)
     if not options:
         raise does_not_fit(config, planner, largest)
@@ -137,17 +138,6 @@ def traceable(config: TrainConfig) -> Iterator[None]:
         raise UserError(message, code="plan.not_traceable") from error
 
 
-@contextmanager
-def status_line() -> Iterator[Callable[[str], object]]:
-    """Shows on stderr what is being done, at a terminal only."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda doing: None
-        return
-    with console.status("") as status:
-        yield status.update
-
-
 def parse_count(text: str) -> int:
     """A number of samples: 400M, 2.7m, 1,830."""
     unit = UNITS.get(text[-1:].lower(), 1)
@@ -167,7 +157,7 @@ def gpu_of(command: PlanCommand, report: Callable[[str], object]) -> GpuModel:
         gpu = gpu_named(command.gpu)
     elif torch.cuda.is_available():
         report("measuring the GPU")
-        gpu = calibrated(torch.device("cuda"))
+        gpu = measured_gpu(torch.device("cuda"))
     else:
         large_enough = [name for name, nominal in GPUS.items() if nominal.memory >= (command.gpu_memory or 80)]
         gpu = gpu_named(min(large_enough, key=lambda name: GPUS[name].memory, default="H200"))

@@ -1,21 +1,20 @@
 """How long kernels take on a GPU: a roofline with measured efficiencies.
 
 A kernel takes the longer of its arithmetic over the matrix rate and its bytes over the bandwidth, each times the
-share of that ceiling which such a kernel reaches. `gpu_measurement` measures rates and shares by timing bare
-operations, no model among them. A GPU that was not measured has the nominal rates of its data sheet, scaled by what
-an H200 reaches of its own, and the shares of an H200.
+share of that ceiling which such a kernel reaches. The shares in h200.json were measured on an H200 by timing bare
+operations, no model among them, and stand for all GPUs. Both rates are measured on the GPU of this machine
+(`gpu_measurement`); of other GPUs they are the nominal ones, scaled by what an H200 reaches of its own.
 """
 
 import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from leanclip.errors import UserError
-from leanclip.filesystem import write_atomically
 from leanclip.planning.step_prediction import Predicted
 from leanclip.planning.step_trace import Kernel, launches
 
@@ -72,7 +71,7 @@ class GpuModel:
     shares: Mapping[str, Any]
     """What each kind of kernel reaches of the matrix rate (products, BOUND_BY_ARITHMETIC) or the bandwidth (others).
 
-    A number; or a table by the two smaller sides of a product ("512x2048"), the length of attention or the channels
+    A number; or a table by the two smaller sides of a product, the length of attention or the channels
     of a batch norm; convolutions have both shares. "float32" is the share of the matrix rate of float32 products.
     """
     measured: bool
@@ -119,7 +118,11 @@ class GpuModel:
 
     @property
     def source(self) -> str:
-        return "measured on this GPU" if self.measured else "nominal figures, at the share an H200 reaches of its own"
+        return (
+            "rates measured on this GPU"
+            if self.measured
+            else "nominal figures, at the share an H200 reaches of its own"
+        )
 
 
 def tile_bytes(kernel: Kernel) -> int:
@@ -128,19 +131,10 @@ def tile_bytes(kernel: Kernel) -> int:
     return passes * math.prod(kernel.shape) * kernel.itemsize
 
 
-def _product_share(table: Mapping[str, float], shape: tuple[int, ...]) -> float:
+def _product_share(table: Mapping[str, Mapping[str, float]], shape: tuple[int, ...]) -> float:
     """By the two smaller sides, linearly between the logarithms of those measured."""
     small, middle = sorted(shape[1:])[:2]
-    sides = sorted({int(key.split("x")[0]) for key in table})
-    by_middle = {
-        str(side): _interpolated({str(other): table[_product_key(side, other)] for other in sides}, small)
-        for side in sides
-    }
-    return _interpolated(by_middle, middle)
-
-
-def _product_key(side: int, other: int) -> str:
-    return f"{min(side, other)}x{max(side, other)}"
+    return _interpolated({side: _interpolated(row, small) for side, row in table.items()}, middle)
 
 
 def _interpolated(table: Mapping[str, float], value: int) -> float:
@@ -156,11 +150,6 @@ def _interpolated(table: Mapping[str, float], value: int) -> float:
 def read_gpu(path: Path) -> GpuModel:
     stored = json.loads(path.read_text())
     return GpuModel(**stored | {"capability": tuple(stored["capability"]), "host": Host(**stored["host"])})
-
-
-def write_gpu(gpu: GpuModel, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(asdict(gpu), indent=1) + "\n")
 
 
 def gpu_named(name: str) -> GpuModel:

@@ -20,7 +20,7 @@ from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.optim.loss_scale import LossScale
 from leanclip.planning.compiled_cost import traced_compile
 from leanclip.planning.simulated_gpu import simulated
-from leanclip.planning.step_trace import Begun, Cost, Kernel, Trace, faked, tracing
+from leanclip.planning.step_trace import Kernel, Trace, faked, tracing
 from leanclip.runs.config import TrainConfig
 from leanclip.training.model_setup import model_for_run, uses_compile, uses_cuda_graph
 from leanclip.training.step import training_step
@@ -41,6 +41,7 @@ WORKSPACE = 65 << 20  # bytes that cuBLAS keeps, measured on an H200
 # Micro-batches that are traced, without and again with gradients. The first one casts the weights and allocates the
 # gradients, the last one stands for all later ones.
 TRACED = 2
+CUDA = torch.device("cuda")
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it are spread evenly
 HALF = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 
@@ -86,17 +87,10 @@ def predict_step(
     """
     batch, precision = config.data.global_batch_size, config.run.precision
     assert batch is not None
-    model = model_for_run(config, shapes_only=True)
-    cuda = torch.device("cuda")
-    steps = config.run.epochs * max(1, samples // batch)
-    if uses_compile(config, model, Ranks(0, ranks, None), cuda, min(steps, config.run.max_steps or steps)):
-        model.compile_towers(whole=False)
+    model = _model(config, ranks, config.run.epochs * max(1, samples // batch))
     TRAFFIC_COUNTER.clear()
     with tracing(capability) as trace, simulated(trace, ranks=ranks, processors=processors) as first:
         model = faked(model, trace, "weights").train()
-        if model.compiled and not (model.blockwise_image or config.parallel.fsdp):
-            visual = model.clip.visual
-            visual._compiled_call_impl = partial(traced_compile(nn.Module._call_impl), visual)
         trace.enter("other", "state tables")
         loss = make_loss() if make_loss else loss_from_config(config.run.loss, config.loss, num_samples=samples)
         if precision == "fp64":
@@ -139,8 +133,19 @@ def predict_step(
         parameters=len(trained),
         parts=parts,
         compiled=model.compiled,
-        cuda_graph=parts == 1 and uses_cuda_graph(config, model, first, cuda),
+        cuda_graph=parts == 1 and uses_cuda_graph(config, model, first, CUDA),
     )
+
+
+def _model(config: TrainConfig, ranks: int, steps: int) -> TwoTower:
+    """As a run of so many steps on GPUs trains it, but what it compiles is compiled for the trace."""
+    model = model_for_run(config, shapes_only=True)
+    if uses_compile(config, model, Ranks(0, ranks, None), CUDA, min(steps, config.run.max_steps or steps)):
+        model.compile_towers(whole=False)
+        if not (model.blockwise_image or config.parallel.fsdp):
+            visual = model.clip.visual
+            visual._compiled_call_impl = partial(traced_compile(nn.Module._call_impl), visual)
+    return model
 
 
 def _open_values_filled(config: OptimConfig) -> OptimConfig:
@@ -223,7 +228,7 @@ class _Share(Batch):
 
 
 class _Towers(nn.Module):
-    """The model, but micro-batches like one already traced are charged, not traced again.
+    """The model. The last micro-batch that is traced counts for all later ones too, which are not traced.
 
     Their captions take the memory that those of this one took, and their embeddings what they need together.
     """
@@ -231,16 +236,14 @@ class _Towers(nn.Module):
     def __init__(self, model: TwoTower, trace: Trace, parts: int) -> None:
         super().__init__()
         self.model, self.trace = model, trace
-        self.charged = parts - TRACED
-        self.costs: dict[bool, Cost] = {}  # of a micro-batch, without and with gradients
-        self.calls: Counter[bool] = Counter()
-        self.begun: tuple[bool, Begun] | None = None
+        self.untraced = max(0, parts - TRACED)
+        self.calls: Counter[bool] = Counter()  # without and with gradients
         self.caption_bytes = 0  # of the last micro-batch
         self.like: tuple[Tensor, Tensor] | None = None
 
     def texts(self, tokens: Tensor, lengths: Tensor | None) -> Tensor | Texts:
         if lengths is None:
-            return torch.empty(self.charged * self.caption_bytes, dtype=torch.uint8)
+            return torch.empty(self.untraced * self.caption_bytes, dtype=torch.uint8)
         before = self.trace.total
         texts = _packed(self.model, tokens, lengths)
         self.caption_bytes = self.trace.total - before
@@ -249,32 +252,24 @@ class _Towers(nn.Module):
     def forward(
         self, images: Tensor, tokens: Tensor | Texts, between: Callable[[Tensor], None]
     ) -> tuple[Tensor, Tensor]:
-        self.end_micro_batch()
         trained = torch.is_grad_enabled()
         self.calls[trained] += 1
-        if self.calls[trained] > TRACED:
-            self.trace.charge(self.costs[trained], self.charged)
-            assert self.like is not None
-            between(self.like[0])
-            if trained:  # their backward passes are charged too: nothing here needs one
-                return self.like
-            image, text = (like.new_empty(len(images), like.shape[1]) for like in self.like)
+        self.trace.times = 1 + self.untraced if self.calls[trained] == TRACED else 1
+        if self.calls[trained] <= TRACED:
+            image, text = self.model(images, tokens, between)
+            self.like = image.new_empty(0, image.shape[1]), text.new_empty(0, text.shape[1])
             return image, text
-        self.begun = trained, self.trace.begin()
-        image, text = self.model(images, tokens, between)
-        self.like = image.new_empty(0, image.shape[1]), text.new_empty(0, text.shape[1])
+        assert self.like is not None
+        between(self.like[0])
+        if trained:  # their backward passes are counted: nothing here needs one
+            return self.like
+        image, text = (like.new_empty(len(images), like.shape[1]) for like in self.like)
         return image, text
 
     def enter_phase(self, phase: str) -> None:
         if phase in ("loss", "optimizer"):
-            self.end_micro_batch()
+            self.trace.times = 1
         self.trace.enter(phase, phase if phase in PARTS else "activations")
-
-    def end_micro_batch(self) -> None:
-        if self.begun is not None:
-            trained, begun = self.begun
-            self.costs[trained] = self.trace.end(begun)
-        self.begun = None
 
 
 def _sharded(memory: dict[str, int], model: TwoTower, ranks: int) -> dict[str, int]:

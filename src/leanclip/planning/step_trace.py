@@ -9,7 +9,6 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -88,23 +87,6 @@ class Kernel(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-@dataclass
-class Cost:
-    """Of a piece of a step, so that it can be charged again without being traced again."""
-
-    kernels: Counter[Kernel]
-    above: int  # bytes of its peak above the total at its start
-
-
-class Begun(NamedTuple):
-    """The counts at the start of a piece."""
-
-    kernels: Counter[Kernel]
-    total: int
-    peak: int
-    at_peak: Counter[str]
-
-
 class Trace(TorchDispatchMode):
     """The kernels, the bytes held by part, and the parts at the highest total."""
 
@@ -118,6 +100,7 @@ class Trace(TorchDispatchMode):
         self.peak = 0
         self.at_peak: Counter[str] = Counter()
         self.part, self.phase = "activations", "other"
+        self.times = 1  # that each kernel counts: a traced micro-batch may stand for several
         self._tags: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(
@@ -143,8 +126,8 @@ class Trace(TorchDispatchMode):
             self.launch(kernel)
         return out
 
-    def launch(self, kernel: Kernel, times: int = 1) -> None:
-        self.kernels[kernel] += times
+    def launch(self, kernel: Kernel) -> None:
+        self.kernels[kernel] += self.times
 
     def hold(self, tensor: Tensor, part: str | None = None) -> None:
         """Count a storage until it is freed; with a `part`, move it there."""
@@ -161,24 +144,6 @@ class Trace(TorchDispatchMode):
             self.held[tag[0]] -= tag[1]
             self.held[part] += tag[1]
             tag[0] = part
-
-    def charge(self, cost: Cost, times: int) -> None:
-        """Add a traced piece `times` more, one after the other."""
-        for kernel, count in cost.kernels.items():
-            self.kernels[kernel] += count * times
-        self._update_peak(cost.above)
-
-    def begin(self) -> "Begun":
-        """Start to measure a piece of the step; `end` with the result returns its cost."""
-        begun = Begun(Counter(self.kernels), self.total, self.peak, self.at_peak)
-        self.peak = begun.total
-        return begun
-
-    def end(self, begun: "Begun") -> Cost:
-        cost = Cost(self.kernels - begun.kernels, self.peak - begun.total)
-        if begun.peak >= self.peak:
-            self.peak, self.at_peak = begun.peak, begun.at_peak
-        return cost
 
     def enter(self, phase: str, part: str = "activations") -> None:
         """Kernels belong to this phase from now on, new storages to this part."""
