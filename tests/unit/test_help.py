@@ -64,7 +64,7 @@ def test_examples_in_the_help_parse(command, capsys, monkeypatch):
 def test_sections_stand_under_plain_headings(capsys, monkeypatch):
     text = shown(capsys, monkeypatch, "train", "--help-all")
     titles = ["Options", "Model", "Data", "Run", "Memory and processes", "Optimizer", "Loss"]
-    positions = [text.index(f"\n{title}\n") for title in titles]
+    positions = [text.index(f"\n{title}:\n") for title in titles]
     assert positions == sorted(positions)
     for word in ("None", "settings.", "(default: False)"):
         assert word not in text
@@ -94,7 +94,7 @@ def test_help_fits_the_terminal(capsys, monkeypatch, columns):
 def test_help_of_positional_arguments(capsys, monkeypatch):
     text = shown(capsys, monkeypatch, "report", "--help")
     assert text.startswith("usage: leanclip report RUN ... [options]\n")
-    assert re.search(r"\nArguments\n  RUN \.\.\. +\w.*\n(.+\n)*\nOptions\n  --output STR", text)
+    assert re.search(r"\nArguments:\n  RUN +\w.*\n(.+\n)*\nOptions:\n  --output STR", text)
 
 
 @pytest.mark.parametrize(

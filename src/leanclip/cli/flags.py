@@ -42,7 +42,7 @@ class Section(NamedTuple):
 def sections_of(
     kind: type, default: Any = None, title: str = "Options", about: str = "", *, common: bool = True
 ) -> list[Section]:
-    """The flags of a dataclass, under headings: its own ones first, then those of each nested dataclass."""
+    """The flags of a dataclass, under headings: arguments, its own flags, then those of each nested dataclass."""
     hints, texts = get_type_hints(kind), field_texts(kind)
     flags: list[Flag] = []
     nested: list[Section] = []
@@ -58,7 +58,10 @@ def sections_of(
         else:
             shown = common and entry.metadata.get("common", False)
             flags.append(Flag(entry.name, Accepted.of(hint), texts.get(entry.name, ""), value, shown))
-    return ([Section(title, about, flags)] if flags else []) + nested
+    positionals = [flag for flag in flags if flag.positional]
+    options = [flag for flag in flags if not flag.positional]
+    sections = [Section("Arguments", "", positionals), Section(title, about, options), *nested]
+    return [section for section in sections if section.flags]
 
 
 def field_texts(kind: type) -> dict[str, str]:

@@ -6,12 +6,14 @@ default is a positional argument. Fields of nested dataclasses are flags like th
 
 import argparse
 import difflib
+import re
+import shutil
+import textwrap
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from itertools import chain
+from functools import partial
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
-from leanclip.cli import help
 from leanclip.cli.flags import Flag, Section, sections_of
 from leanclip.errors import UserError
 from leanclip.settings import Accepted
@@ -28,6 +30,7 @@ OTHER_NAMES = {  # in other programs
     "--temperature": "--tau",
 }
 HELP = {"-h", "--help", "--help-all"}
+WIDEST, NARROW, NARROWEST = 100, 60, 40  # columns of the help; below NARROW every flag has a line of its own
 T = TypeVar("T")
 
 
@@ -45,8 +48,8 @@ def parse(
     typed = typed_values(sections_of(kind), words, command=command, positionals=not shows_help)
     default = None if below is None else below(typed)
     if shows_help:
-        sections = sections_of(kind, default)
-        help.show(f"leanclip {command}", description, sections, everything="--help-all" in shows_help)
+        everything = "--help-all" in shows_help
+        print(_help(command, description, sections_of(kind, default), everything=everything), end="")
         raise SystemExit(0)
     try:
         return assemble(kind, default, typed)
@@ -57,10 +60,10 @@ def parse(
 def typed_values(sections: list[Section], words: list[str], *, command: str, positionals: bool) -> dict[str, Any]:
     """The values that the words give, by field name."""
     parser = _Parser(command)
-    flags = list(chain.from_iterable(section.flags for section in sections))
-    for flag in flags:
-        if positionals or not flag.positional:
-            _add(parser, flag)
+    for section in sections:
+        for flag in section.flags:
+            if positionals or not flag.positional:
+                _add(parser, flag, flag.help)
     values, unknown = parser.parse_known_args(words)
     if unknown and positionals:
         word = next((word for word in unknown if word.startswith("-")), unknown[0])
@@ -91,8 +94,8 @@ def assemble(kind: type[T], default: T | None, typed: dict[str, Any]) -> T:
 class _Parser(argparse.ArgumentParser):
     """argparse whose mistakes are UserErrors."""
 
-    def __init__(self, command: str) -> None:
-        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    def __init__(self, command: str, **options: Any) -> None:
+        super().__init__(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
         self.remedy = f"leanclip {command} --help-all lists the flags"
 
     def names(self) -> list[str]:
@@ -105,7 +108,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')} ({self.remedy})", code="cli.bad_value")
 
 
-def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
+def _add(parser: argparse._ActionsContainer, flag: Flag, text: str) -> None:
     accepts = flag.accepts
 
     def convert(word: str) -> Any:
@@ -114,20 +117,65 @@ def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    options: dict[str, Any] = {"type": convert}
+    options: dict[str, Any] = {"type": convert, "help": text.replace("%", "%%")}
+    value = {"dest": flag.field, "metavar": accepts.described.split()[0]}
     if flag.positional:
         parser.add_argument(flag.field, metavar=flag.name, nargs="+" if accepts.length == 0 else None, **options)
     elif accepts == Accepted((bool,)):
-        parser.add_argument(flag.name, dest=flag.field, action=argparse.BooleanOptionalAction)
+        parser.add_argument(flag.name, dest=flag.field, action="store_true", help=options["help"])
+        name = flag.name.replace("--", "--no-", 1)
+        parser.add_argument(name, dest=flag.field, action="store_false", help=argparse.SUPPRESS)
     elif accepts.length == 0:
-        parser.add_argument(flag.name, dest=flag.field, action="append", **options)
+        parser.add_argument(flag.name, action="append", **value, **options)
     elif flag.bare is not None:
-        parser.add_argument(flag.name, dest=flag.field, nargs="?", const=flag.bare, **options)
+        parser.add_argument(flag.name, nargs="?", const=flag.bare, **value, **options)
     else:
-        parser.add_argument(flag.name, dest=flag.field, nargs=accepts.length, **options)
+        parser.add_argument(flag.name, nargs=accepts.length, **value, **options)
 
 
 def _dashes(word: str) -> str:
     """--batch_size is --batch-size."""
     name, equals, value = word.partition("=")
     return f"{name.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
+
+
+# ---- --help and --help-all
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Flags are not broken at their hyphens."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+def _help(command: str, description: str, sections: list[Section], *, everything: bool) -> str:
+    """Without `everything`, only common flags, if a command marks any, and their first sentences."""
+    width = max(min(shutil.get_terminal_size().columns, WIDEST), NARROWEST)
+    flags = [flag for section in sections for flag in section.flags]
+    short = not everything and any(flag.common for flag in flags)
+    wrapped = partial(textwrap.fill, width=width, break_on_hyphens=False)
+    paragraphs = description.strip("\n").split("\n\n")
+    arguments = [f"{flag.name} ..." if flag.accepts.length == 0 else flag.name for flag in flags if flag.positional]
+    parser = _Parser(
+        command,
+        usage=" ".join(["leanclip", command, *arguments, "[options]"]),
+        # Examples and tables are indented and keep their lines.
+        description="\n\n".join(text if re.search("^ ", text, re.M) else wrapped(text) for text in paragraphs),
+        formatter_class=partial(_Formatter, width=width, max_help_position=6 if width < NARROW else 30),
+        epilog=f"leanclip {command} --help-all explains all {len(flags)} settings." if short else None,
+    )
+    for section in sections:
+        group = parser.add_argument_group(section.title, None if short else wrapped(section.about) or None)
+        for flag in section.flags:
+            if flag.common or flag.positional or not short:
+                _add(group, flag, _explanation(flag, short=short))
+    return parser.format_help().replace("\N{NO-BREAK SPACE}", " ")
+
+
+def _explanation(flag: Flag, *, short: bool) -> str:
+    """The docstring, or its first sentence, with the default unless that is none or stands in the text."""
+    text = f"{flag.help.partition('. ')[0].rstrip('.')}." if short else flag.help
+    value = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else flag.default
+    unsaid = flag.positional or value is None or value == "" or isinstance(value, bool)
+    return text if unsaid else f"{text} (default:\N{NO-BREAK SPACE}{value})"
