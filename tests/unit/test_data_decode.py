@@ -11,7 +11,7 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 from torchvision.transforms import ColorJitter, RandomResizedCrop
 
-from leanclip.data import BrokenSample, Shards, evaluation_transform, training_transform
+from leanclip.data import BrokenSample, EvaluationTransform, Shards, training_transform
 from leanclip.data.datasets import BUNDLED
 from leanclip.data.decode import (
     TRAINING_MARGIN,
@@ -77,13 +77,13 @@ SIZES = [(256, 256), (341, 256), (500, 375), (500, 500), (720, 700), (1200, 950)
 def test_evaluation_pixels_are_open_clips(size, form):
     content = photograph(*size)
     config = PreprocessCfg(**({"size": 224} | form), **PLAIN)
-    ours = evaluation_transform(config)(content, None)
+    ours = EvaluationTransform(config)(content, None)
     theirs = open_clips(config, content)
     assert ours.dtype == torch.uint8 and ours.shape == theirs.shape
     assert difference(ours, theirs) <= 2
     lossless = photograph(*size, kind="PNG")
     theirs = open_clips(config, lossless)
-    assert difference(evaluation_transform(config)(lossless, None), theirs) <= 0.3  # nothing was reduced
+    assert difference(EvaluationTransform(config)(lossless, None), theirs) <= 0.3  # nothing was reduced
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -143,7 +143,7 @@ def test_every_mode_becomes_rgb(mode):
     Image.new("RGB", (40, 30), "orange").convert("L" if mode == "I;16" else mode).convert(mode).save(file, "PNG")
     config = PreprocessCfg(size=16, **PLAIN)
     theirs = open_clips(config, file.getvalue())
-    assert difference(evaluation_transform(config)(file.getvalue(), None), theirs) <= 0.5
+    assert difference(EvaluationTransform(config)(file.getvalue(), None), theirs) <= 0.5
 
 
 @pytest.mark.parametrize("mode", ["L", "CMYK"])
@@ -175,7 +175,7 @@ def test_huge_damaged_and_unsupported_images_are_broken():
 def test_the_model_normalises_as_open_clip_does():
     model = create_model(ModelConfig(model="leanclip-tiny"))
     content = Shards(str(BUNDLED / "val-*.tar")).image_bytes(0)
-    pixels = evaluation_transform(model.preprocess)(content, None)[None]
+    pixels = EvaluationTransform(model.preprocess)(content, None)[None]
     theirs = model.transform()(whole(content))[None]
     assert torch.allclose(model.normalised(pixels), theirs, atol=0.05)  # one level of 255 is 0.015
     assert model.normalised(theirs) is theirs

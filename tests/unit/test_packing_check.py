@@ -103,14 +103,13 @@ def test_the_command_shows_a_table_and_writes_json(tmp_path, capsys):
         assert text in shown
 
 
-def test_the_exit_code_is_1_above_the_threshold(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")  # so that no long path is cut
+def test_the_exit_code_is_1_above_the_threshold(tmp_path, capsys):
     pairs = write_images(tmp_path, 9)
     path = write_table(tmp_path / "pairs.tsv", [*pairs, ("[gone].jpg", "a kite")], separator="\t")
     assert command(path) == 1
     captured = capsys.readouterr()
     assert "10.0% of the samples are broken, more than --threshold 1.0%" in captured.err
-    assert "[gone].jpg" in "".join(captured.out.split())
+    assert "[gone].jpg" in captured.out
     assert command(path, "--threshold", "0.1") == 0
 
 

@@ -54,7 +54,7 @@ Example: leanclip data check 'shards/{00000..00331}.tar' --json check.json
 
 MIN_PARALLEL_SAMPLES = 5000  # fewer are done before worker processes have started
 MAX_DEFAULT_WORKERS = 16
-TABLE_WIDTH = 110  # characters, where the terminal is narrower or its width unknown
+NAME_WIDTH = 25  # characters
 
 Format = Literal["auto", "csv", "parquet", "folder", "coco", "synthetic"]
 
@@ -79,10 +79,8 @@ class PackCommand:
     """Samples in each tar file."""
     max_size: int | None = None
     """Scale down and encode again every image whose shorter side has more pixels than this."""
-    on_broken: Literal["skip", "stop"] = "skip"
-    """Leave out and count the samples that cannot be read, or stop at the first."""
     max_broken: float = 0.01
-    """The share of samples that may be left out before the exit code is 1."""
+    """The share of broken samples, which are left out and counted, before the exit code is 1."""
     workers: int | None = None
     """Processes that read and write. Default: one per core, at most 16."""
 
@@ -128,9 +126,7 @@ def _pack(command: PackCommand) -> None:
     from leanclip.packing.pack import PackConfig, pack
     from leanclip.progress import progress_bar
 
-    config = PackConfig(
-        samples_per_shard=command.samples_per_shard, max_size=command.max_size, on_broken=command.on_broken
-    )
+    config = PackConfig(samples_per_shard=command.samples_per_shard, max_size=command.max_size)
     source = open_packable(command)
     workers = _workers(command.workers, len(source))
     with progress_bar("packing", len(source)) as progress:
@@ -272,16 +268,9 @@ def _show_check(report: dict[str, Any]) -> None:
 
 
 def _show(title: str, rows: dict[str, str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title), show_header=False)
+    print(title)
     for name, value in rows.items():
-        table.add_row(name, Text(value))  # Text: rich reads no markup in names from the data
-    console = Console(highlight=False)
-    console.width = max(console.width, TABLE_WIDTH)
-    console.print(table)
+        print(f"  {name:<{NAME_WIDTH}}  {value}")
 
 
 def _exit_if(too_many: bool, share: float, limit: float, flag: str) -> None:

@@ -3,7 +3,7 @@
 from leanclip.data.batch import Batch
 from leanclip.data.config import DataConfig
 from leanclip.data.datasets import Datasets, Subset, TrainingSet, open_datasets, open_source, open_validation
-from leanclip.data.decode import evaluation_transform, training_transform
+from leanclip.data.decode import EvaluationTransform, training_transform
 from leanclip.data.loader import TrainingLoader, evaluation_batches
 from leanclip.data.prefetch import on_device
 from leanclip.data.shards import Shards, check_manifest, load_manifest
@@ -15,6 +15,7 @@ __all__ = [
     "BrokenSample",
     "DataConfig",
     "Datasets",
+    "EvaluationTransform",
     "Manifest",
     "Shards",
     "Source",
@@ -23,7 +24,6 @@ __all__ = [
     "TrainingSet",
     "check_manifest",
     "evaluation_batches",
-    "evaluation_transform",
     "load_manifest",
     "on_device",
     "open_datasets",

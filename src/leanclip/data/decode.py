@@ -17,8 +17,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageEnhance
+from PIL import Image
 from torch import Tensor
+from torchvision.transforms import functional
 
 from leanclip.data.source import BrokenSample, Source
 from leanclip.errors import first_line
@@ -80,44 +81,39 @@ class TrainingTransform:
         return _to_tensor(image.convert("L").convert("RGB") if gray else image)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EvaluationTransform:
     """open_clip's validation transform: the image resized by `resize_mode`, then a centre crop, padded if needed."""
 
-    size: tuple[int, int]
-    interpolation: str = "bicubic"
-    resize_mode: str = "shortest"
-    fill_color: int = 0
+    preprocess: Preprocess
 
     def __call__(self, content: bytes, rng: random.Random | None = None) -> Tensor:
         image = open_image(content)
-        target_height, target_width = self.size
+        target_height, target_width = _height_width(self.preprocess.size)
         square = target_height == target_width  # open_clip ignores the interpolation of other "shortest" targets
-        bilinear = self.interpolation == "bilinear" and (self.resize_mode != "shortest" or square)
+        interpolates = self.preprocess.resize_mode != "shortest" or square
+        mode = "bilinear" if self.preprocess.interpolation == "bilinear" and interpolates else "bicubic"
         height, width = self._resized(image.height, image.width)
         full = Box(0, 0, image.width, image.height)
-        mode = "bilinear" if bilinear else "bicubic"
         pixels = resized_crop(image, full, (height, width), mode, margin=EVALUATION_MARGIN)
         top, left = max(0, round((height - target_height) / 2)), max(0, round((width - target_width) / 2))
         pixels = pixels[:, top : top + target_height, left : left + target_width]
-        if pixels.shape[1:] == self.size:
-            return pixels
-        padded = torch.full((3, *self.size), self.fill_color, dtype=torch.uint8)
-        _, height, width = pixels.shape
-        top, left = (target_height - height) // 2, (target_width - width) // 2
-        padded[:, top : top + height, left : left + width] = pixels
-        return padded
+        missing_height, missing_width = target_height - pixels.shape[1], target_width - pixels.shape[2]
+        top, left = missing_height // 2, missing_width // 2
+        padding = (left, missing_width - left, top, missing_height - top)
+        return F.pad(pixels, padding, value=self.preprocess.fill_color)
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
-        target_height, target_width = self.size
-        if self.resize_mode == "squash":
-            return self.size
-        if self.resize_mode == "shortest" and target_height == target_width:
+        target_height, target_width = _height_width(self.preprocess.size)
+        resize_mode = self.preprocess.resize_mode
+        if resize_mode == "squash":
+            return target_height, target_width
+        if resize_mode == "shortest" and target_height == target_width:
             short, long = sorted((height, width))
             longer = int(target_height * long / short)
             return (target_height, longer) if height <= width else (longer, target_height)
         ratios = height / target_height, width / target_width
-        ratio = max(ratios) if self.resize_mode == "longest" else min(ratios)
+        ratio = max(ratios) if resize_mode == "longest" else min(ratios)
         return max(1, round(height / ratio)), max(1, round(width / ratio))
 
 
@@ -135,15 +131,6 @@ def training_transform(
         color_jitter=color_jitter or (0.0, 0.0, 0.0, 0.0),
         color_jitter_prob=color_jitter_prob,
         gray_scale_prob=gray_scale_prob,
-    )
-
-
-def evaluation_transform(preprocess: Preprocess) -> EvaluationTransform:
-    return EvaluationTransform(
-        size=_height_width(preprocess.size),
-        interpolation=preprocess.interpolation,
-        resize_mode=preprocess.resize_mode,
-        fill_color=preprocess.fill_color,
     )
 
 
@@ -256,23 +243,11 @@ def color_jittered(
     image: Image.Image, strength: tuple[float, float, float, float], rng: random.Random
 ) -> Image.Image:
     """torchvision's ColorJitter: brightness, contrast, saturation and hue in random order, by random amounts."""
-    order = [0, 1, 2, 3]
-    for i in (3, 2, 1):
-        j = int(rng.random() * (i + 1))
-        order[i], order[j] = order[j], order[i]
-    enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
-    for operation in order:
-        amount = strength[operation]
-        if not amount:
-            continue
-        if operation == 3:
-            hue, saturation, value = image.convert("HSV").split()
-            shift = round((2 * rng.random() - 1) * amount * 255)
-            hue = Image.fromarray((np.asarray(hue).astype(np.int16) + shift).astype(np.uint8))
-            image = Image.merge("HSV", (hue, saturation, value)).convert("RGB")
-        else:
-            low = max(0.0, 1 - amount)
-            image = enhancers[operation](image).enhance(low + rng.random() * (1 + amount - low))
+    changes = list(zip(("brightness", "contrast", "saturation", "hue"), strength, strict=True))
+    for name, amount in sorted(changes, key=lambda _: rng.random()):
+        if amount:
+            low, high = (-amount, amount) if name == "hue" else (max(0.0, 1 - amount), 1 + amount)
+            image = getattr(functional, f"adjust_{name}")(image, low + rng.random() * (high - low))
     return image
 
 

@@ -37,8 +37,11 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-def expand(pattern: str) -> list[str]:
-    """The files of a path, directory, glob or brace pattern, or of URLs of that form, in a stable order."""
+def expand(pattern: str, *, ending: str = ".tar") -> list[str]:
+    """The files of a path, directory, glob or brace pattern, or of URLs of that form, in a stable order.
+
+    Of a directory: those with the ending.
+    """
     if pattern.startswith("pipe:"):
         raise UserError(
             f"{pattern!r} is a command; give a URL (s3://, gs://, https://) or a local path", code="data.bad_pattern"
@@ -47,9 +50,9 @@ def expand(pattern: str) -> list[str]:
         parts = list(braceexpand.braceexpand(pattern))
     except ValueError as error:
         raise UserError(f"the braces of {pattern!r} do not match: {error}", code="data.bad_pattern") from error
-    paths = [path for part in parts for path in (_expand_url(part) if is_remote(part) else _expand_local(part))]
+    paths = [path for part in parts for path in (_expand_url if is_remote(part) else _expand_local)(part, ending)]
     if not paths:
-        message = f"no *.tar in {pattern}" if Path(pattern).is_dir() else f"no such file or folder: {pattern}"
+        message = f"no *{ending} in {pattern}" if Path(pattern).is_dir() else f"no such file or folder: {pattern}"
         raise UserError(message, code="data.not_found")
     return paths
 
@@ -139,16 +142,16 @@ def _file_system(path: str, *, fresh: bool = False) -> tuple[Any, str]:
         raise UserError(f"cannot read {path}: {first_line(error)}", code="data.unreadable") from error
 
 
-def _expand_local(part: str) -> list[str]:
+def _expand_local(part: str, ending: str) -> list[str]:
     if Path(part).is_dir():
-        part = str(Path(part) / "*.tar")
+        part = str(Path(part) / f"*{ending}")
     return sorted(glob.glob(part)) if glob.has_magic(part) else [part]
 
 
-def _expand_url(part: str) -> list[str]:
+def _expand_url(part: str, ending: str) -> list[str]:
     if not glob.has_magic(part) and not part.endswith("/"):
         return [part]
-    system, pattern = _file_system(part + "*.tar" if part.endswith("/") else part)
+    system, pattern = _file_system(part + f"*{ending}" if part.endswith("/") else part)
     try:
         return sorted(system.unstrip_protocol(path) for path in system.glob(pattern))
     except Exception as error:  # every client has its own exceptions

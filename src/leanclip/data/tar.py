@@ -1,6 +1,7 @@
 """Indexing a tar shard: one walk over its headers gives the position of every file. Contents are not read."""
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -17,7 +18,6 @@ DENSE_READ_BYTES, SPARSE_READ_BYTES = 1 << 20, 1 << 13  # read at once where fil
 SPARSE_GAP_BYTES = 1 << 15  # files are large when the next header lies this far behind the buffer
 REMOTE_READ_BYTES = 8 << 20  # a request takes longer than the contents that a smaller one would skip
 MAX_METADATA_BYTES = 1 << 16  # of a long name, a pax header or a label file
-MAX_CACHED_CHECKSUMS = 1 << 16
 ADLER_MODULUS = 65521
 _REGULAR = b"\x0007"
 _NO_CONTENT = b"123456"  # links, devices and directories
@@ -93,21 +93,17 @@ def scan(reader: TarReader) -> Scan:
     duplicates: set[bytes] = set()
     escaping: set[bytes] = set()
     walk = _Walk(reader, broken)
-    last_key, sample = None, []
     for name, position, size in walk:
         directory, slash, base = name.rpartition(b"/")
         stem, _, ending = base.partition(b".")
-        number = _ENDINGS.get(ending)
-        if number is None and (number := _ENDINGS.get(ending.lower())) is None:
+        number = _ENDINGS.get(ending.lower())
+        if number is None:
             continue
         key = directory + slash + stem
         if slash and (not directory or directory[0] == SLASH or b".." in directory.split(b"/")):
             escaping.add(key)
             continue
-        if key != last_key:
-            last_key, sample = key, samples.get(key)
-            if sample is None:
-                samples[key] = sample = [0] * (1 + COLUMNS)
+        sample = samples.get(key) or samples.setdefault(key, [0] * (1 + COLUMNS))
         bit = 1 << number
         if sample[0] & bit:
             duplicates.add(key)
@@ -162,13 +158,11 @@ class _Walk:
             adler = adler32(header)
             content_size = _size(header, adler)
             if content_size is None:
-                zeros = not header[0] and not any(header)
-                following = self._after_zeros(position) if zeros else self._next_header(position + BLOCK)
-                if not zeros or following is not None or name is not None:
-                    self.broken["header"] += 1  # zeros before the end: a hole, or concatenated tars
-                if following is None:
+                following = self._next_header(position)
+                if following is None and name is None:
                     return
-                position, name, size = following, None, None
+                self.broken["header"] += 1  # zeros before the end: a hole, or concatenated tars
+                position, name, size = following or self.size, None, None
                 continue
             self.stamp = stamp = (stamp * 1_000_003 ^ adler) & 0xFFFF_FFFF_FFFF_FFFF
             kind, start = header[156], position + BLOCK
@@ -188,56 +182,36 @@ class _Walk:
                     name = content.rstrip(b"\0")
                 elif b"path=" in content or b"size=" in content:
                     fields = _pax_fields(content)
-                    name, size = fields.get(b"path", name), _number(fields.get(b"size", b""), size)
+                    name, digits = fields.get(b"path", name), fields.get(b"size", b"")
+                    size = int(digits) if digits.isdigit() and len(digits) < 20 else size
             position = start + (content_size + BLOCK - 1) // BLOCK * BLOCK
         self.broken["truncated"] += 1  # no end marker was found
 
-    def _after_zeros(self, position: int) -> int | None:
-        """The first block behind the zeros of an end marker that is not zero."""
-        for start, blocks in self._blocks(position):
-            nonzero = blocks.any(axis=1)
-            if nonzero.any():
-                return start + int(nonzero.argmax()) * BLOCK
-        return None
-
-    def _next_header(self, position: int) -> int:
-        magic = np.frombuffer(b"ustar", np.uint8)
-        for start, blocks in self._blocks(position):
+    def _next_header(self, position: int) -> int | None:
+        """The first valid header from here on, or the end. None if only zeros follow: the end marker."""
+        magic, only_zeros = np.frombuffer(b"ustar", np.uint8), True
+        for start in range(position, self.size, DENSE_READ_BYTES):
+            content = self.reader.read(start, DENSE_READ_BYTES)
+            blocks = np.frombuffer(content[: len(content) // BLOCK * BLOCK], np.uint8).reshape(-1, BLOCK)
             for number in np.flatnonzero((blocks[:, 257:262] == magic).all(axis=1)):
                 header = blocks[number].tobytes()
                 if _size(header, adler32(header)) is not None:
                     return start + int(number) * BLOCK
-        return self.size
-
-    def _blocks(self, position: int) -> Iterator[tuple[int, np.ndarray]]:
-        for start in range(position, self.size, DENSE_READ_BYTES):
-            content = self.reader.read(start, DENSE_READ_BYTES)
-            yield start, np.frombuffer(content[: len(content) // BLOCK * BLOCK], np.uint8).reshape(-1, BLOCK)
-
-
-class _Checksums(dict[bytes, tuple[int, int]]):
-    """The number in a checksum field, and what the field itself adds to Adler-32 of the header."""
-
-    def __missing__(self, field: bytes) -> tuple[int, int]:
-        values = int(field.rstrip(b" \0"), 8), 1 + sum(field) - 8 * ord(" ")
-        if len(self) < MAX_CACHED_CHECKSUMS:
-            self[field] = values
-        return values
-
-
-_CHECKSUMS = _Checksums()
+            only_zeros = only_zeros and not blocks.any()
+        return None if only_zeros else self.size
 
 
 def _size(header: bytes, adler: int) -> int | None:
     """The size in a header; None if the checksum does not match."""
     try:
-        checksum, field = _CHECKSUMS[header[148:156]]
-        size = header[124:136]
+        field, size = header[148:156], header[124:136]
+        checksum = int(field.rstrip(b" \0"), 8)
         number = int.from_bytes(size[1:], "big") if size[0] == 0x80 else int(size.rstrip(b" \0") or b"0", 8)
     except ValueError:
         return None
-    # The low half of Adler-32 is 1 plus the sum of the bytes modulo 65521, computed at the speed of C.
-    matches = not ((adler & 0xFFFF) - field - checksum) % ADLER_MODULUS
+    # The low half of Adler-32 is 1 plus the sum of the bytes modulo 65521, computed at the speed of C. The checksum
+    # counts its own field as spaces.
+    matches = not ((adler & 0xFFFF) - 1 - sum(field) + 8 * ord(" ") - checksum) % ADLER_MODULUS
     return number if matches and number >= 0 else None
 
 
@@ -251,16 +225,8 @@ def _name(header: bytes) -> bytes:
 def _pax_fields(content: bytes) -> dict[bytes, bytes]:
     """Records of the form `LENGTH KEY=VALUE\\n`, up to the first that does not parse."""
     fields: dict[bytes, bytes] = {}
-    while content:
-        digits, _, _ = content.partition(b" ")
-        length = _number(digits, 0)
-        key, equals, value = content[len(digits) + 1 : length].partition(b"=")
-        if not equals:
-            break
-        fields[key] = value.rstrip(b"\n")
+    while record := re.match(rb"(\d{1,9}) ([^=]+)=", content):
+        length = max(int(record[1]), record.end())
+        fields[record[2]] = content[record.end() : length].rstrip(b"\n")
         content = content[length:]
     return fields
-
-
-def _number(digits: bytes, default: int | None) -> int | None:
-    return int(digits) if digits.isdigit() and len(digits) < 20 else default

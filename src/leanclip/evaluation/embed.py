@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leanclip.data import Source, Subset, evaluation_batches, evaluation_transform
+from leanclip.data import EvaluationTransform, Source, Subset, evaluation_batches
 from leanclip.data.loader import EvaluationBatch
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
@@ -102,7 +102,7 @@ def embedded_batches(
     model: TwoTower, source: Source, ids: np.ndarray, settings: EvaluationSettings, title: str
 ) -> Iterator[tuple[EvaluationBatch, Tensor]]:
     """Batches with the embeddings of their images, of this rank's ids."""
-    ranks, transform = Ranks.current(), evaluation_transform(model.preprocess)
+    ranks, transform = Ranks.current(), EvaluationTransform(model.preprocess)
     workers = settings.workers if len(ids) * ranks.size > MANY_SAMPLES else 0
     with progress_bar(title, len(ids) * ranks.size, shown=settings.progress) as advance:
         for batch in evaluation_batches(source, ids, transform, batch=settings.batch, workers=workers):

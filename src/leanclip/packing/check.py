@@ -38,9 +38,6 @@ class Findings:
     examples: dict[str, list[str]] = field(default_factory=dict)
     empty_captions: int = 0
 
-    def add_examples(self, kind: str, messages: list[str]) -> None:
-        self.examples[kind] = (self.examples.get(kind, []) + messages)[:MAX_EXAMPLES]
-
 
 def check(
     source: Source,
@@ -58,18 +55,21 @@ def check(
         ids = np.sort(np.random.default_rng(0).choice(len(source), sample, replace=False, shuffle=False))
     tasks = [ids[start : start + SAMPLES_PER_TASK] for start in range(0, len(ids), SAMPLES_PER_TASK)]
     measure = functools.partial(_measure, source, count_tokens)
-    findings = _joined(list(run_tasks(measure, tasks, workers=workers, progress=progress)))
-    columns, left_out = findings.columns, dict(source.broken)
-    broken = sum(findings.broken.values()) + sum(left_out.values())
+    # Sorted, since they arrive in the order in which they finish.
+    parts = sorted(run_tasks(measure, tasks, workers=workers, progress=progress), key=lambda part: part.first_id)
+    columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in COLUMNS}
+    formats, broken = (sum((getattr(part, name) for part in parts), Counter()) for name in ("formats", "broken"))
+    examples = {kind: [message for part in parts for message in part.examples.get(kind, ())] for kind in broken}
+    left_out = sum(source.broken.values())
     longer = int((columns["tokens"] > context_length).sum())
     return {
         "samples": len(source),
         "checked": len(ids),
-        "left_out_on_opening": left_out,
-        "broken": dict(findings.broken.most_common()),
-        "broken_examples": findings.examples,
-        "broken_share": broken / max(1, len(ids) + sum(left_out.values())),
-        "empty_captions": findings.empty_captions,
+        "left_out_on_opening": dict(source.broken),
+        "broken": dict(broken.most_common()),
+        "broken_examples": {kind: messages[:MAX_EXAMPLES] for kind, messages in examples.items()},
+        "broken_share": (broken.total() + left_out) / max(1, len(ids) + left_out),
+        "empty_captions": sum(part.empty_captions for part in parts),
         "captions": len(columns["tokens"]),
         "captions_per_image": _spread(np.unique(columns["caption_ids"], return_counts=True)[1]),
         "tokens": _spread(columns["tokens"]),
@@ -79,7 +79,7 @@ def check(
         "image_width": _spread(columns["width"]),
         "image_height": _spread(columns["height"]),
         "image_bytes": _spread(columns["image_bytes"]),
-        "image_formats": dict(findings.formats.most_common()),
+        "image_formats": dict(formats.most_common()),
         "duplicate_images": _duplicates(columns["image_hashes"], columns["ids"], source),
         "duplicate_captions": _duplicates(columns["caption_hashes"], columns["caption_ids"], source),
     }
@@ -98,7 +98,8 @@ def _measure(source: Source, count_tokens: Callable[[str], int], ids: np.ndarray
         except BrokenSample as error:
             findings.broken[error.kind] += 1
             findings.empty_captions += captions is None and error.kind == "empty"  # an image can be empty, too
-            findings.add_examples(error.kind, [str(error)])
+            if findings.broken[error.kind] <= MAX_EXAMPLES:
+                findings.examples.setdefault(error.kind, []).append(str(error))
         else:
             findings.formats[image_format] += 1
             image_values = (index, width, height, len(image), _hash(image))
@@ -115,19 +116,6 @@ def _measure(source: Source, count_tokens: Callable[[str], int], ids: np.ndarray
 
 def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-
-
-def _joined(parts: list[Findings]) -> Findings:
-    parts.sort(key=lambda part: part.first_id)  # they arrive in the order in which they finish
-    joined = Findings(parts[0].first_id)
-    joined.columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in COLUMNS}
-    for part in parts:
-        joined.formats += part.formats
-        joined.broken += part.broken
-        joined.empty_captions += part.empty_captions
-        for kind, messages in part.examples.items():
-            joined.add_examples(kind, messages)
-    return joined
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:

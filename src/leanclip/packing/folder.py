@@ -99,7 +99,8 @@ def _read_list(path: Path) -> Iterator[tuple[str, list[str]]]:
     number = 0
     try:
         text = path.read_text("utf-8-sig")
-        for row in _json_rows(text) if path.suffix == ".jsonl" else _table_rows(path, text):
+        json_rows = (json.loads(line) for line in text.split("\n") if line.strip())
+        for row in json_rows if path.suffix == ".jsonl" else _table_rows(path, text):
             number += 1
             name = next(str(row[key]) for key in IMAGE_KEYS if row.get(key) is not None)
             captions = next(row[key] for key in CAPTION_KEYS if row.get(key) is not None)
@@ -114,10 +115,6 @@ def _read_list(path: Path) -> Iterator[tuple[str, list[str]]]:
             " double a quote inside quotes",
             code="pack.bad_list",
         ) from error
-
-
-def _json_rows(text: str) -> Iterator[dict[str, Any]]:
-    return (json.loads(line) for line in text.split("\n") if line.strip())
 
 
 def _table_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:

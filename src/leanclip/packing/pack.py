@@ -9,13 +9,14 @@ import functools
 import hashlib
 import io
 import json
+import math
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from PIL import Image
 
@@ -34,7 +35,6 @@ ENCODING_QUALITY = 90  # of JPEG and WebP
 class PackConfig:
     samples_per_shard: int = 10_000
     max_size: int | None = None
-    on_broken: Literal["skip", "stop"] = "skip"
 
     def __post_init__(self) -> None:
         for name, value in (("samples-per-shard", self.samples_per_shard), ("max-size", self.max_size)):
@@ -123,7 +123,7 @@ def _journal(out: Path, source: Packable, config: PackConfig) -> Iterator[IO[str
                 f"{out} contains tar files and no {JOURNAL}; give a new or empty folder", code="pack.foreign_folder"
             )
         with (out / JOURNAL).open("a+", encoding="utf-8") as file:
-            _lock(file, out)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.seek(0)
             content = file.read()
             complete = content[: content.rfind("\n") + 1]  # a killed process leaves an incomplete line
@@ -134,17 +134,12 @@ def _journal(out: Path, source: Packable, config: PackConfig) -> Iterator[IO[str
                 file.write(json.dumps(head) + "\n")
             file.seek(0)
             yield file
-    except OSError as error:
+    except BlockingIOError as error:
+        raise UserError(f"another `leanclip data pack` writes to {out}; wait for it", code="pack.locked") from error
+    except OSError as error:  # of a worker, too
         raise UserError(
             f"cannot write to {out} ({first_line(error)}); run the command again to resume", code="pack.cannot_write"
         ) from error
-
-
-def _lock(file: IO[str], out: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise UserError(f"another `leanclip data pack` writes to {out}; wait for it", code="pack.locked") from error
 
 
 def _refuse_other(out: Path, first: str, head: dict[str, Any]) -> None:
@@ -186,30 +181,21 @@ def _write_shard(source: Packable, out: Path, width: int, config: PackConfig, nu
     path = out / f"{number:0{width}d}.tar"
     samples, skipped, examples = 0, Counter[str](), dict[str, str]()
     start = number * config.samples_per_shard
-    try:
-        with (
-            atomic_path(path) as temporary,
-            tarfile.open(temporary, mode="w", format=tarfile.USTAR_FORMAT) as archive,
-        ):
-            for index in range(start, min(start + config.samples_per_shard, len(source))):
-                try:
-                    members = _members(source, index, config)
-                except BrokenSample as error:
-                    if config.on_broken == "stop":
-                        raise UserError(
-                            f"{error}; fix it, or leave such samples out: --on-broken skip", code="pack.broken_sample"
-                        ) from error
-                    skipped[error.kind] += 1
-                    examples.setdefault(error.kind, str(error))
-                else:
-                    samples += 1
-                    for ending, content in members:
-                        _add(archive, f"{index:09d}.{ending}", content)
-                tick()
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path} ({first_line(error)}); run the command again to resume", code="pack.cannot_write"
-        ) from error
+    with (
+        atomic_path(path) as temporary,
+        tarfile.open(temporary, mode="w", format=tarfile.USTAR_FORMAT) as archive,
+    ):
+        for index in range(start, min(start + config.samples_per_shard, len(source))):
+            try:
+                members = _members(source, index, config)
+            except BrokenSample as error:
+                skipped[error.kind] += 1
+                examples.setdefault(error.kind, str(error))
+            else:
+                samples += 1
+                for ending, content in members:
+                    _add(archive, f"{index:09d}.{ending}", content)
+            tick()
     return PackedShard(
         shard=number, samples=samples, bytes=path.stat().st_size, skipped=dict(skipped), examples=examples
     )
@@ -234,19 +220,14 @@ def _encode(content: bytes, max_size: int | None) -> tuple[str, bytes]:
     """The ending and the image: unchanged if training supports its format and it is small enough."""
     image = open_image(content)
     ending = ENDINGS.get(image.format or "")
-    too_large = max_size is not None and min(image.size) > max_size
+    too_large = min(image.size) > (max_size or math.inf)
     if ending is not None and not too_large:
         examine(content)
         return ending, content
     file = io.BytesIO()
     with decoding():
         image = _shrunk(image, max_size) if max_size is not None and too_large else _eight_bit(image)
-        if ending == "jpg":
-            image.convert("RGB").save(file, "JPEG", quality=ENCODING_QUALITY)
-        elif ending == "webp":
-            image.save(file, "WEBP", quality=ENCODING_QUALITY)
-        else:
-            image.save(file, "PNG")
+        image.save(file, {"jpg": "JPEG", "webp": "WEBP"}.get(ending or "", "PNG"), quality=ENCODING_QUALITY)
     return ending or "png", file.getvalue()
 
 

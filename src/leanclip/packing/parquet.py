@@ -1,6 +1,5 @@
 """Parquet files with image bytes or paths as a source to pack. The only module that imports pyarrow."""
 
-import glob
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from leanclip.data.files import expand, stat_all
 from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, read_image
 from leanclip.errors import UserError
 
@@ -24,7 +24,8 @@ class Parquet(Packable):
 
     def __init__(self, pattern: str | Path, *, image_key: str | None = None, caption_key: str | None = None) -> None:
         """Without keys, the first of IMAGE_KEYS and CAPTION_KEYS that the first file has."""
-        self.paths = _expand(str(pattern))
+        files = stat_all(expand(str(pattern), ending=".parquet"), str(pattern))
+        self.paths = [Path(file.path) for file in files]
         self._groups: list[tuple[int, int]] = []  # file, row group
         ends = [0]
         for number, path in enumerate(self.paths):
@@ -136,16 +137,3 @@ def _column(path: Path, file: Any, content: str, key: str | None, default_keys: 
         f"{path} has {missing}; its columns are {', '.join(names)[:500]} (name yours with --{content}-key)",
         code="data.missing_column",
     )
-
-
-def _expand(pattern: str) -> list[Path]:
-    path = Path(pattern)
-    if path.is_file():
-        return [path]
-    files = sorted(path.glob("*.parquet")) if path.is_dir() else [Path(name) for name in sorted(glob.glob(pattern))]
-    if not files:
-        raise UserError(
-            f"no such file: {pattern}; give a .parquet file, a folder of them or a quoted pattern",
-            code="data.not_found",
-        )
-    return files
