@@ -15,7 +15,6 @@ from leanclip.device import autocast_of, device_of
 from leanclip.distributed import Ranks, detect_launch, device_for, process_group
 from leanclip.errors import UserError
 from leanclip.evaluation import (
-    ClassifierCache,
     EvaluationSettings,
     LabelledSet,
     Prompts,
@@ -184,9 +183,8 @@ def evaluate_candidate(
     if sets.retrieval or sets.zero_shot:
         model = model.to(device).eval()
         results += [_retrieve(model, name, subset, settings) for name, subset in sets.retrieval.items()]
-        cache = ClassifierCache(model, precision=config.precision) if sets.zero_shot else None
         for labelled, prompts in sets.zero_shot:
-            classified = classify(model, labelled, prompts, settings, cache=cache)
+            classified = classify(model, labelled, prompts, settings)
             notes, metrics = _broken_note(classified.name, classified.broken), classified.metrics()
             results.append(
                 SetResult(name=classified.name, kind="zero-shot", metrics=metrics, classified=classified, notes=notes)

@@ -8,7 +8,6 @@ import torch
 from leanclip.data import DataConfig, Subset, open_source
 from leanclip.distributed import wrap_fsdp
 from leanclip.evaluation import (
-    ClassifierCache,
     EvaluationSettings,
     classify,
     embed,
@@ -40,9 +39,8 @@ def evaluated(ranks, folder, count, wrap, dtype):
     embedded = embed(model, data, EvaluationSettings(device=device, batch=4))
     metrics = dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text, tile=5))
     labelled = open_labelled(str(folder / "classes"))
-    cache = None if wrap == "fsdp" else ClassifierCache(model, directory=folder / f"cache-{ranks.size}")
     classified, again = (
-        classify(model, labelled, prompts_for(labelled), EvaluationSettings(device=device, batch=batch), cache=cache)
+        classify(model, labelled, prompts_for(labelled), EvaluationSettings(device=device, batch=batch))
         for batch in (4, 3)
     )
     assert again.confusion.tolist() == classified.confusion.tolist()

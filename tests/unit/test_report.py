@@ -12,14 +12,8 @@ from PIL import Image, ImageDraw
 
 from browser import inspect_page, needs_browser
 from leanclip.reporting import write_report
-from leanclip.reporting.report_sections import (
-    duration,
-    evaluation_charts,
-    key_figures,
-    moment,
-    tables,
-    training_charts,
-)
+from leanclip.reporting.curves import evaluation_charts, training_charts
+from leanclip.reporting.report_sections import duration, key_figures, moment, tables
 from leanclip.reporting.run_reader import read_run
 from refusal import refuses
 
@@ -153,14 +147,15 @@ def test_key_figures_give_the_final_result_the_best_and_chance(tmp_path: Path):
 def test_evaluation_table(tmp_path: Path):
     rows = [train_row(10), eval_row(0, 0.04), eval_row(10, 0.5, zero_shot=0.25)]
     (table,) = tables(read_run(write_run(tmp_path, rows)))
-    assert [row.label for row in table.rows] == ["before training", "10"]
+    assert list(table.rows) == ["before training", "10"]
     assert list(table.groups) == ["Text to image", "Image to text", "Other"]
-    assert [cell.text for cell in table.rows[1].cells] == [
+    assert [cell.text for cell in table.rows["10"]] == [
+        "0.25",
         *("16.3 %", "37.2 %", "46.5 %"),
         *("17.5 %", "40.0 %", "50.0 %"),
         "0.25",
     ]
-    assert [cell.best for cell in table.rows[1].cells] == [True] * 6 + [False]
+    assert [cell.best for cell in table.rows["10"]] == [False] + [True] * 6 + [False]
     assert table.chance == ("0.4 %", "2.0 %", "3.9 %", "0.4 %", "2.0 %", "3.9 %", "")
     (table,) = tables(read_run(write_run(tmp_path, [eval_row(5, 0.5, captions=1280)])))
     assert table.chance == ("0.4 %", "2.0 %", "3.9 %", "", "", ""), "chance among images is not that among captions"
@@ -247,7 +242,7 @@ def test_numbers_that_are_not_finite_are_gaps(tmp_path: Path):
 
 def test_unknown_numbers_get_a_curve(tmp_path: Path):
     run = read_run(write_run(tmp_path, [train_row(1, queue=3, comment="text")]))
-    assert [c.title for c in training_charts(run)][-2:] == ["gamma", "queue"]
+    assert [c.title for c in training_charts([run], ["run"])][-2:] == ["gamma", "queue"]
 
 
 def test_caption_without_utf8_form_does_not_stop_the_report(tmp_path: Path):

@@ -59,13 +59,6 @@ def test_value_between_two_gaps_is_a_dot():
     assert svg.count("<circle") == 1
 
 
-def test_chart_without_values_says_so():
-    for y in ([], [NAN, NAN]):
-        svg = chart(list(y))
-        assert "No values recorded yet." in svg
-        assert "<svg" not in svg
-
-
 @pytest.mark.parametrize("from_zero", [False, True])
 def test_ticks_enclose_the_values(from_zero: bool):
     draws = random.Random(0)

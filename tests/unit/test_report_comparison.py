@@ -12,16 +12,8 @@ from test_report import eval_row, page, panel, picture, train_row, write_run
 from browser import inspect_page, needs_browser
 from leanclip.cli import main
 from leanclip.reporting import write_report
-from leanclip.reporting.charts import draw_histograms, quantile
-from leanclip.reporting.comparison import (
-    differences,
-    evaluation_charts,
-    final_figures,
-    histogram_charts,
-    names_of,
-    training_charts,
-    x_axis,
-)
+from leanclip.reporting.comparison import differences, final_figures, names_of
+from leanclip.reporting.curves import compared_evaluations, histogram_charts, quantile, training_charts, x_axis
 from leanclip.reporting.report_sections import key_figures, tables
 from leanclip.reporting.run_reader import Histogram, read_run
 from refusal import refuses
@@ -88,15 +80,16 @@ def three_runs(folder: Path) -> list[Path]:
 
 def test_comparison_has_the_final_figures_and_what_differs(tmp_path: Path):
     runs = [read_run(run) for run in three_runs(tmp_path)]
-    columns, table = final_figures(runs)
-    by_title = {title: [row[i] for row in table] for i, title in enumerate(columns)}
+    by_title = final_figures(runs)
     recall = by_title["Text to image R@10, val"]
     assert [cell.text for cell in recall] == ["55.8 %", "67.0 %", "44.6 %"]
     assert [cell.best for cell in recall] == [False, True, False]
     assert [cell.text for cell in by_title["Zero-shot top-1, groups"]] == ["50.0 %", "60.0 %", "40.0 %"]
     assert [cell.best for cell in by_title["Resident memory (GiB)"]] == [False, False, True], "less is better"
     assert not any(cell.best for cell in by_title["Loss"]), "losses may be of different kinds"
-    assert differences(runs) == ({"lr": ("1.0", "1.2", "0.8")}, 2)
+    rows, equal = differences(runs)
+    assert {name: [cell.text for cell in cells] for name, cells in rows.items()} == {"lr": ["1.0", "1.2", "0.8"]}
+    assert equal == 2
 
 
 def test_a_run_keeps_its_colour_where_another_has_no_values(tmp_path: Path):
@@ -112,7 +105,7 @@ def test_runs_with_different_batches_have_pairs_on_the_x_axis(tmp_path: Path):
     runs = [read_run(run) for run in three_runs(tmp_path)]
     assert x_axis(runs[:2]).label == "step" and x_axis(runs).label == "pairs"
     names = names_of(runs)
-    (recall, *_), (median, *_) = evaluation_charts(runs, names), histogram_charts(runs, names)
+    (recall, *_), (median, *_) = compared_evaluations(runs, names), histogram_charts(runs, names)
     assert [list(s.x) for s in recall.series] == [[0, 64000, 128000]] * 2 + [[0, 128000, 256000]]
     assert [list(s.x) for s in median.series] == [[64000, 128000]] * 2 + [[128000, 256000]]
     assert median.title == "Estimator log u of the images, median"
@@ -150,21 +143,14 @@ def test_quantiles_lie_inside_their_bins():
     assert math.isnan(quantile(Histogram(step=1, edges=(0.0, 1.0), counts=(0,), absent=5), 0.5))
 
 
-def test_histograms_over_time_are_drawn_and_described(tmp_path: Path):
-    run = read_run(write_run(tmp_path, rows()))
-    figure = draw_histograms("Estimator", run.histograms["log_u_image"])
-    assert f"Median {-0.5 + 0.5 * 49.5 / 60:.3g} at step 1000, {-1 + 0.5 * 49.5 / 60:.3g} at step 2000" in figure
-    assert "1.0% of the samples not visited yet" in figure
-    assert figure.count("<path") == 2 + 3, "two shades and three quantiles"
-    single = draw_histograms("One", run.histograms["log_u_image"][:1])
-    assert single.count('class="quantile') == 3
-    grown = tuple(0.01 * 10 ** (i / 10) for i in range(21))
-    logarithmic = Histogram(step=3, edges=grown, counts=(5, *[1] * 19), absent=0)
-    assert ">0.1</text>" in draw_histograms("Temperature", [logarithmic])
-    empty = Histogram(step=1, edges=(0.0, 1.0), counts=(0,), absent=5)
-    assert "No sample has a value yet" in draw_histograms("None", [empty])
-    many = [Histogram(step=i, edges=grown, counts=(5, *[1] * 19), absent=0) for i in range(500)]
-    assert len(draw_histograms("Many", many)) < 40_000
+def test_quantiles_of_one_run_over_time(tmp_path: Path):
+    (estimator, _) = histogram_charts([read_run(write_run(tmp_path, rows()))], ["run"])
+    median = next(series for series in estimator.series if series.name == "median")
+    assert list(median.y) == pytest.approx([-0.5 + 0.5 * 49.5 / 60, -1 + 0.5 * 49.5 / 60])
+    assert [series.name for series in estimator.series] == ["95 %", "median", "5 %"]
+    assert estimator.note == "1.0% of the samples not visited yet."
+    empty = [train_row(1), histogram_row(1, counts=[0] * 20)]
+    assert histogram_charts([read_run(write_run(tmp_path, empty))], ["run"]) == []
 
 
 def test_a_broken_histogram_is_left_out_and_named(tmp_path: Path):
@@ -203,18 +189,17 @@ def test_broken_zero_shot_is_left_out_and_named(tmp_path: Path, text: str):
     assert read_run(run).zero_shot == () and "zero_shot.json" in page(run)
 
 
-def test_classification_memory_and_traffic_are_shown(tmp_path: Path):
-    sent = {"leanclip": 1.5e6, "openclip": 3e6, "disco_clip": 4.5e6}
-    run = write_run(tmp_path, rows(), communication=sent, processes=4)
+def test_classification_and_memory_are_shown(tmp_path: Path):
+    run = write_run(tmp_path, rows(), processes=4)
     found = {figure.name: (figure.value, figure.detail) for figure in key_figures(read_run(run))}
     assert found["Zero-shot top-1, groups"] == ("50.0 %", "chance 20.0 %, step 2,000")
     assert found["Memory"] == ("1 GiB", "resident, maximum")
     groups = tables(read_run(run))[1]
     assert groups.size == "50 images" and list(groups.groups) == ["Zero-shot"]
-    assert [cell.text for cell in groups.rows[1].cells] == ["50.0 %", "90.0 %", "40.0 %"]
+    assert [cell.text for cell in groups.rows["2,000"]] == ["1", "50.0 %", "90.0 %", "40.0 %"]
     assert groups.chance == ("20.0 %", "", "")
     html = page(run)
-    for text in ("1.5 MB", "OpenCLIP&#39;s local loss", "Resident memory (GiB)", "Per-sample state"):
+    for text in ("Resident memory (GiB)", "Per-sample state"):
         assert text in html
 
 

@@ -15,7 +15,6 @@ from shard_files import picture, write_shard
 import leanclip
 from leanclip.evaluation import (
     Classified,
-    ClassifierCache,
     EvaluationSettings,
     bundled_groups,
     classify,
@@ -35,9 +34,9 @@ def model(small_run):
     return load_model(find_model(small_run))
 
 
-def classified(model, labelled, templates=None, *, cache=None, **options):
+def classified(model, labelled, templates=None, **options):
     settings = EvaluationSettings(device=torch.device("cpu"), **options)
-    return classify(model, labelled, prompts_for(labelled, templates), settings, cache=cache)
+    return classify(model, labelled, prompts_for(labelled, templates), settings)
 
 
 def plain(run, samples, groups, templates):
@@ -174,30 +173,6 @@ def test_templates(tmp_path):
         prompts_for(labelled, str(file))
     with refuses("templates.not_found", "openai, simple"):
         prompts_for(labelled, "opanai")
-
-
-def test_classifiers_are_cached_by_weights_and_prompts(small_run, tmp_path, monkeypatch):
-    model = load_model(find_model(small_run))
-    labelled = bundled_groups()
-    first = classified(model, labelled, cache=ClassifierCache(model, directory=tmp_path))
-    assert len(list(tmp_path.iterdir())) == 1
-
-    def refuse(*_, **__):
-        raise AssertionError("the text tower runs again")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(model), "encode_text", refuse)
-        again = classified(model, labelled, cache=ClassifierCache(model, directory=tmp_path))
-        assert np.array_equal(first.confusion, again.confusion)
-        with pytest.raises(AssertionError, match="runs again"):
-            classified(model, labelled, "simple", cache=ClassifierCache(model, directory=tmp_path))
-    with torch.no_grad():
-        model.clip.token_embedding.weight += 1e-3
-    classified(model, labelled, cache=ClassifierCache(model, directory=tmp_path))
-    assert len(list(tmp_path.iterdir())) == 2
-    for path in tmp_path.iterdir():
-        path.write_bytes(b"junk")
-    classified(model, labelled, cache=ClassifierCache(model, directory=tmp_path))
 
 
 @pytest.mark.parametrize(

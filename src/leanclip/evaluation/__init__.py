@@ -5,12 +5,11 @@ from leanclip.evaluation.example_panel import hardest_negatives, retrieval_panel
 from leanclip.evaluation.labelled_sets import LabelledSet, bundled_groups, labelled_sets, open_imagenet, open_labelled
 from leanclip.evaluation.prompts import Prompts, prompts_for
 from leanclip.evaluation.retrieval import RECALLS, retrieval_metrics
-from leanclip.evaluation.zero_shot import Classified, ClassifierCache, classify, summary, zero_shot_metrics
+from leanclip.evaluation.zero_shot import Classified, classify, summary, zero_shot_metrics
 
 __all__ = [
     "RECALLS",
     "Classified",
-    "ClassifierCache",
     "Embedded",
     "EvaluationSettings",
     "LabelledSet",

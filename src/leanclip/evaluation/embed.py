@@ -52,32 +52,26 @@ class Embedded(NamedTuple):
         )
 
 
-class _Share(NamedTuple):
-    ids: list[int]
-    captions: list[list[str]]
-    broken: list[str]
-
-
 def embed(model: TwoTower, data: Subset, settings: EvaluationSettings, *, name: str = "held-out data") -> Embedded:
     ranks = Ranks.current()
     local_ids = data.ids[equal_share(ranks, len(data.ids))]
-    local, embeddings = _Share([], [], []), []
+    ids, local_captions, broken, embeddings = [], [], [], []
     with inference(model, settings):
         for batch, images in embedded_batches(model, data.source, local_ids, settings, name):
-            local.ids.extend(batch.ids)
-            local.captions.extend(batch.captions)
-            local.broken.extend(str(error) for error in batch.broken)
+            ids += batch.ids
+            local_captions += batch.captions
+            broken += [str(error) for error in batch.broken]
             embeddings.append(images)
-        shares = ranks.all_gather_objects(local)
+        shares = ranks.all_gather_objects((ids, local_captions, broken))
         rows: dict[int, int] = {}  # of each id in the gathered embeddings
         captions: dict[int, list[str]] = {}
-        for rank, share in enumerate(shares):
-            for number, index in enumerate(share.ids):
+        for rank, (shared_ids, shared_captions, _) in enumerate(shares):
+            for number, index in enumerate(shared_ids):
                 rows.setdefault(index, rank * len(local_ids) + number)
-                captions[index] = share.captions[number]
+                captions[index] = shared_captions[number]
         if not rows:
             raise UserError(
-                f"none of the samples of {name} can be used: {shares[0].broken[0]}", code="data.no_usable_samples"
+                f"none of the samples of {name} can be used: {shares[0][2][0]}", code="data.no_usable_samples"
             )
         images = _gather(ranks, torch.cat(embeddings), width=len(local_ids))
         images = images[torch.tensor(list(rows.values()), device=settings.device)]

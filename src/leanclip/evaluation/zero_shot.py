@@ -1,18 +1,12 @@
 """Zero-shot classification: the class whose prompts have the embedding nearest to that of the image."""
 
-import hashlib
-import json
 import math
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from leanclip.distributed import Ranks
@@ -23,11 +17,9 @@ from leanclip.evaluation.embed import (
     embedded_batches,
     equal_share,
     inference,
-    wide_dtype,
 )
 from leanclip.evaluation.labelled_sets import LabelledSet
 from leanclip.evaluation.prompts import Prompts
-from leanclip.filesystem import atomic_path, cache_directory
 from leanclip.models import TwoTower
 
 FEWEST_FOR_TOP5 = 5  # classes
@@ -115,30 +107,15 @@ class Classified:
         }
 
 
-def classifier_of(
-    model: TwoTower, prompts: Prompts, settings: EvaluationSettings, cache: "ClassifierCache | None" = None
-) -> Tensor:
+def classifier_of(model: TwoTower, prompts: Prompts, settings: EvaluationSettings) -> Tensor:
     """One unit vector per class: the mean of the embeddings of its prompts. All ranks call it together."""
-    cached = None if cache is None else cache.get(prompts)
-    if cached is not None:
-        return cached.to(settings.device, wide_dtype(model))
     flat = [text for texts in prompts for text in texts]
     embeddings = embed_texts(model, flat, settings, title="embedding class names")
     means = torch.stack([part.mean(0) for part in embeddings.split([len(texts) for texts in prompts])])
-    classifier = F.normalize(means, dim=-1)
-    if cache is not None:
-        cache.put(prompts, classifier)
-    return classifier
+    return F.normalize(means, dim=-1)
 
 
-def classify(
-    model: TwoTower,
-    labelled: LabelledSet,
-    prompts: Prompts,
-    settings: EvaluationSettings,
-    *,
-    cache: "ClassifierCache | None" = None,
-) -> Classified:
+def classify(model: TwoTower, labelled: LabelledSet, prompts: Prompts, settings: EvaluationSettings) -> Classified:
     """Classify every image of a set. Images that cannot be decoded are counted and skipped.
 
     A tie counts as wrong: a wrong class with the same score ranks before the right one.
@@ -147,7 +124,7 @@ def classify(
     answers: list[np.ndarray] = []
     broken: list[str] = []
     with inference(model, settings):
-        classifier = classifier_of(model, prompts, settings, cache)
+        classifier = classifier_of(model, prompts, settings)
         local_ids = equal_share(ranks, len(labelled))
         for batch, embeddings in embedded_batches(model, labelled.source, local_ids, settings, labelled.name):
             labels = torch.from_numpy(labelled.labels[batch.ids]).to(settings.device)
@@ -183,47 +160,6 @@ def predictions(embeddings: Tensor, classifier: Tensor, labels: Tensor) -> tuple
     rank = (~(scores < right)).sum(1) - 1  # NaN counts as before it
     others = scores.scatter(1, labels[:, None], -torch.inf)
     return torch.where(rank == 0, labels, others.argmax(1)), rank
-
-
-class ClassifierCache:
-    """Classifiers on disk, keyed by the text tower's weights and the prompts. Rank 0 reads and writes.
-
-    `precision` is that of the embeddings, if it is not that of the weights.
-    """
-
-    def __init__(self, model: TwoTower, *, precision: str = "", directory: Path | None = None) -> None:
-        self.directory = directory or cache_directory() / "classifiers"
-        self.fingerprint = Ranks.current().broadcast_from_first(lambda: precision + _fingerprint(model))
-
-    def path(self, prompts: Prompts) -> Path:
-        key = json.dumps([self.fingerprint, prompts])
-        return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.safetensors"
-
-    def get(self, prompts: Prompts) -> Tensor | None:
-        def read() -> Tensor | None:
-            with suppress(OSError, KeyError, SafetensorError):
-                return load_file(self.path(prompts))["classifier"]
-            return None
-
-        return Ranks.current().broadcast_from_first(read)
-
-    def put(self, prompts: Prompts, classifier: Tensor) -> None:
-        if not Ranks.current().first:
-            return
-        with suppress(OSError, SafetensorError):  # without the cache, a full or read-only disk only costs time
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with atomic_path(self.path(prompts)) as temporary:
-                save_file({"classifier": classifier.cpu().contiguous()}, temporary)
-
-
-def _fingerprint(model: TwoTower) -> str:
-    """A hash of everything that determines a text's embedding, the type of device included."""
-    digest = hashlib.sha256(json.dumps(model.config["text_cfg"], sort_keys=True, default=str).encode())
-    for name, value in model.clip.state_dict().items():
-        if not name.startswith(("visual.", "logit_")):
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)} {value.device.type}".encode())
-            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def summary(classified: Classified) -> str:

@@ -3,15 +3,12 @@
 A missing or non-finite value is a gap in its line. Colours come from the style sheet of the page.
 """
 
-import bisect
 import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from leanclip.reporting.run_reader import Histogram
 from leanclip.reporting.templates import templates
 
 WIDTH, HEIGHT = 380, 196
@@ -19,8 +16,6 @@ LEFT, RIGHT, TOP, BOTTOM = 54, 370, 10, 172
 FRAME = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}
 BUCKETS = 240  # of a long curve
 COLOURS = 10
-SHADES, COLUMNS = 6, 60  # of histograms
-QUANTILES = (0.05, 0.5, 0.95)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +37,7 @@ class Chart:
     from_zero: bool = False  # the y axis starts at zero
     markers: bool = False
     references: Mapping[str, float] = field(default_factory=dict)  # horizontal lines by name
+    note: str = ""  # a sentence below it
 
 
 @dataclass(frozen=True)
@@ -64,10 +60,11 @@ class Axis:
 
 
 def draw(chart: Chart) -> str:
-    """The chart as an HTML figure: title, legend of several lines, SVG and the box for values under the pointer."""
+    """The chart as an HTML figure: title, legend of several lines, SVG and the box for values under the pointer.
+
+    At least one value is finite.
+    """
     finite = [value for series in chart.series for value in series.y if math.isfinite(value)]
-    if not finite:
-        return figure("empty_chart", chart.title, "No values recorded yet.")
     references = {name: value for name, value in chart.references.items() if math.isfinite(value)}
     x_axis = step_axis([x for series in chart.series for x in series.x])
     y_axis = value_axis([*finite, *references.values()], from_zero=chart.from_zero)
@@ -80,23 +77,23 @@ def draw(chart: Chart) -> str:
         "unit": chart.unit,
         "series": [hover_values(series, indices) for series, indices in zip(chart.series, kept, strict=True)],
     }
-    return figure(
-        "line_chart",
-        chart.title,
-        description(chart),
-        axes={"x": x_axis.labels, "y": y_axis.labels, "name": chart.x_label},
-        references=[(y_axis.place(v), f"{name} {v:.3g}{chart.unit}") for name, v in references.items()],
-        curves=[
-            (colour, *curve(series, indices, x_axis, y_axis, markers=chart.markers))
-            for colour, series, indices in zip(colours, chart.series, kept, strict=True)
-        ],
-        legend=[(colour, s.name) for colour, s in zip(colours, chart.series, strict=True)] if named else [],
-        data=json.dumps(data, separators=(",", ":")),
+    return (
+        templates()
+        .get_template("charts.html.j2")
+        .module.line_chart(  # type: ignore[attr-defined]
+            chart,
+            description(chart),
+            frame=FRAME,
+            axes={"x": x_axis.labels, "y": y_axis.labels, "name": chart.x_label},
+            references=[(y_axis.place(v), f"{name} {v:.3g}{chart.unit}") for name, v in references.items()],
+            curves=[
+                (colour, *curve(series, indices, x_axis, y_axis, markers=chart.markers))
+                for colour, series, indices in zip(colours, chart.series, kept, strict=True)
+            ],
+            legend=[(colour, s.name) for colour, s in zip(colours, chart.series, strict=True)] if named else [],
+            data=json.dumps(data, separators=(",", ":")),
+        )
     )
-
-
-def figure(macro: str, title: str, text: str, **values: Any) -> str:
-    return getattr(templates().get_template("charts.html.j2").module, macro)(title, text, frame=FRAME, **values)
 
 
 def tick_step(span: float, count: int) -> float:
@@ -181,14 +178,10 @@ def curve(
     for run in segments(series.y, indices):
         points = [(x_axis.place(series.x[i]), y_axis.place(series.y[i])) for i in run]
         if len(points) > 1:
-            path += polyline(points)
+            path += "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
         if len(points) == 1 or (markers and len(indices) <= 60):
             dots += points
     return path, dots
-
-
-def polyline(points: Sequence[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
 def hover_values(series: Series, indices: Sequence[int]) -> dict[str, object]:
@@ -213,98 +206,3 @@ def description(chart: Chart) -> str:
         ends = [f"{y:.4g}{chart.unit} at {chart.x_label} {rounded(x)}" for x, y in points[:1] + points[-1:]]
         sentences += [f"{series.name}: {', '.join(ends)}"] if ends else []
     return f"{chart.title}. " + "; ".join(sentences)
-
-
-# ---- Histograms over time: one column of shaded bins per evaluation, with quantiles.
-
-
-def quantile(histogram: Histogram, share: float) -> float:
-    """The value below which a share of the counted samples lies, to the width of a bin; NaN without any sample."""
-    target, below = share * sum(histogram.counts), 0
-    if not target:
-        return math.nan
-    for count, (low, high) in zip(histogram.counts, itertools.pairwise(histogram.edges), strict=True):
-        if count and below + count >= target:
-            return low + (high - low) * (target - below) / count
-        below += count
-    return histogram.edges[-1]
-
-
-def draw_histograms(title: str, rows: Sequence[Histogram]) -> str:
-    """The figure: darker where more samples are. Rows with other edges than the last one are left out."""
-    rows = [row for row in rows if row.edges == rows[-1].edges and sum(row.counts)]
-    if not rows:
-        return figure("empty_chart", title, "No sample has a value yet.")
-    if len(rows) > COLUMNS:
-        rows = [rows[round(i * (len(rows) - 1) / (COLUMNS - 1))] for i in range(COLUMNS)]
-    last, edges = rows[-1], rows[-1].edges
-    used = [i for row in rows for i, count in enumerate(row.counts) if count]
-    y_axis = Axis(max(0, min(used) - 1), min(len(edges) - 1, max(used) + 2), (), BOTTOM, TOP)
-    borders, x_axis = columns([row.step for row in rows])
-    low, middle, high = (quantile(last, share) for share in QUANTILES)
-    text = (
-        f"{title}. Median {quantile(rows[0], 0.5):.3g} at step {rows[0].step}, {middle:.3g} at step {last.step}; "
-        f"nine in ten samples between {low:.3g} and {high:.3g} at the end"
-    )
-    return figure(
-        "histogram_chart",
-        title,
-        text,
-        axes={
-            "x": x_axis.labels,
-            "y": [(y_axis.place(position(edges, v)), name) for v, name in bin_ticks(edges, y_axis)],
-            "name": "step",
-        },
-        cells=sorted(cells(rows, borders, y_axis).items()),
-        quantiles=[(share == 0.5, polyline(quantile_points(rows, borders, y_axis, share))) for share in QUANTILES],
-        absent=last.absent / (sum(last.counts) + last.absent),
-    )
-
-
-def columns(steps: Sequence[int]) -> tuple[list[float], Axis]:
-    """The borders of the columns, half way between evaluations, and the axis below them."""
-    axis = step_axis(steps) if len(steps) > 1 else Axis(steps[0] - 1, steps[0] + 1, (steps[0],), LEFT, RIGHT)
-    middles = [axis.place((before + after) / 2) for before, after in itertools.pairwise(steps)]
-    return [float(LEFT), *middles, float(RIGHT)], axis
-
-
-def cells(rows: Sequence[Histogram], borders: Sequence[float], y_axis: Axis) -> dict[int, str]:
-    """One path per shade; neighbouring bins of one shade are one box."""
-    largest = max(max(row.counts) / sum(row.counts) for row in rows)
-    paths: dict[int, str] = {}
-    for row, (left, right) in zip(rows, itertools.pairwise(borders), strict=True):
-        shares = [count / sum(row.counts) / largest for count in row.counts]
-        shades = [math.ceil(SHADES * math.sqrt(share) - 1e-9) for share in shares]
-        for shade, bins in itertools.groupby(range(len(shades)), shades.__getitem__):
-            first, *others = bins
-            if shade:
-                bottom, top = y_axis.place(first), y_axis.place(first + len(others) + 1)
-                box = f"M{left:.1f},{bottom:.1f}H{right:.1f}V{top:.1f}H{left:.1f}z"
-                paths[shade] = paths.get(shade, "") + box
-    return paths
-
-
-def bin_ticks(edges: Sequence[float], y_axis: Axis) -> list[tuple[float, str]]:
-    """Round values inside the shown bins; 1, 2, 5 and their tenfolds if the bins grow with the value."""
-    low, high = edges[round(y_axis.low)], edges[round(y_axis.high)]
-    if edges[0] > 0 and edges[-1] - edges[-2] > 1.5 * (edges[1] - edges[0]):
-        exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        rounds = [m * 10.0**e for e in exponents for m in (1, 2, 5)]
-        inside = [value for value in rounds if low * 0.999 <= value <= high * 1.001]
-        return [(v, f"{v:.3g}") for v in (inside if len(inside) > 1 else (low, high))]
-    step = tick_step(high - low, 4)
-    return [(i * step, label(i * step, step)) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def position(edges: Sequence[float], value: float) -> float:
-    """The place of a value among the bins, counted in bins."""
-    i = min(max(bisect.bisect_right(edges, value) - 1, 0), len(edges) - 2)
-    return i + (value - edges[i]) / (edges[i + 1] - edges[i])
-
-
-def quantile_points(
-    rows: Sequence[Histogram], borders: Sequence[float], y_axis: Axis, share: float
-) -> list[tuple[float, float]]:
-    levels = [y_axis.place(position(row.edges, quantile(row, share))) for row in rows]
-    middles = [(left + right) / 2 for left, right in itertools.pairwise(borders)]
-    return [(borders[0], levels[0]), *zip(middles, levels, strict=True), (borders[-1], levels[-1])]

@@ -7,13 +7,11 @@ from typing import Any
 
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically
-from leanclip.reporting import comparison, report_sections
-from leanclip.reporting.charts import COLOURS, draw, draw_histograms
+from leanclip.reporting import comparison, curves, report_sections
+from leanclip.reporting.charts import COLOURS, draw
 from leanclip.reporting.report_sections import DASH, count, moment, percent, plain
 from leanclip.reporting.run_reader import RunData, number, read_run
 from leanclip.reporting.templates import templates
-
-IMPLEMENTATIONS = {"leanclip": "leanclip", "openclip": "OpenCLIP's local loss", "disco_clip": "DisCo-CLIP"}
 
 
 def write_report(runs: Path | Sequence[Path], output: Path | None = None) -> Path:
@@ -64,7 +62,6 @@ def run_values(run: RunData) -> dict[str, Any]:
         "panel": run.panel if run.panel and run.panel.images else None,
         "hardest": run.panel if run.panel and run.panel.hardest else None,
         "zero_shot": run.zero_shot,
-        "traffic": traffic(run),
         "config": run.config,
         "environment": comparison.environment_of(run),
         "version": str(run.info.get("version") or ""),
@@ -76,11 +73,9 @@ def run_page(run: RunData) -> dict[str, Any]:
         "running": run.status == "running",
         "progress": report_sections.progress(run),
         "figures": report_sections.key_figures(run),
-        "training_charts": list(map(draw, report_sections.training_charts(run))),
-        "evaluation_charts": list(map(draw, report_sections.evaluation_charts(run))),
-        "histograms": [
-            draw_histograms(report_sections.HISTOGRAMS.get(name, name), rows) for name, rows in run.histograms.items()
-        ],
+        "training_charts": list(map(draw, curves.training_charts([run], [run.name]))),
+        "evaluation_charts": list(map(draw, curves.evaluation_charts(run))),
+        "histograms": list(map(draw, curves.histogram_charts([run], [run.name]))),
         "tables": report_sections.tables(run),
         "changed": moment(run.changed.isoformat()),
     }
@@ -96,11 +91,11 @@ def comparison_page(runs: Sequence[RunData]) -> dict[str, Any]:
         "figures": comparison.final_figures(runs),
         "differences": differing,
         "equal": equal,
-        "axis": comparison.x_axis(runs).label,
+        "axis": curves.x_axis(runs).label,
         "losses_differ": len({str(run.info.get("loss") or "") for run in runs}) > 1,
-        "training_charts": list(map(draw, comparison.training_charts(runs, names))),
-        "evaluation_charts": list(map(draw, comparison.evaluation_charts(runs, names))),
-        "histograms": list(map(draw, comparison.histogram_charts(runs, names))),
+        "training_charts": list(map(draw, curves.training_charts(runs, names))),
+        "evaluation_charts": list(map(draw, curves.compared_evaluations(runs, names))),
+        "histograms": list(map(draw, curves.histogram_charts(runs, names))),
     }
 
 
@@ -118,14 +113,3 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         "Started": moment(info["started"]) if info.get("started") else "",
     }
     return [(name, text) for name, text in texts.items() if text not in ("", DASH)]
-
-
-def traffic(run: RunData) -> list[tuple[str, str, float]]:
-    """The traffic of the loss per step and process: implementation, amount, share of the largest."""
-    received = comparison.traffic(run)
-    largest = max(received.values(), default=1.0)
-    return [
-        (title, f"{received[name] / 1e6:,.3g} MB", received[name] / largest)
-        for name, title in IMPLEMENTATIONS.items()
-        if name in received
-    ]

@@ -1,4 +1,4 @@
-"""The report of one run: key figures, curves and evaluation tables."""
+"""The report of one run: key figures and evaluation tables."""
 
 import math
 import re
@@ -8,48 +8,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
-from leanclip.reporting.charts import Chart, Series
+from leanclip.reporting.curves import DIRECTIONS, TAU, ZERO_SHOT, chance_of, ranks
 from leanclip.reporting.run_reader import Evaluation, RunData, number
 
-DIRECTIONS = {"text_to_image": "Text to image", "image_to_text": "Image to text"}
 HEADLINE = "text_to_image_recall@10"
-RECALL = re.compile(r"(text_to_image|image_to_text)_recall@(\d+)")
-ZERO_SHOT = {"top1": "top-1", "top5": "top-5", "mean_per_class_recall": "mean per class"}
 NOT_METRICS = re.compile(r"images|captions|chance@\d+")
-NOT_CURVES = {"kind", "step", "epoch", "samples", "seconds"}  # axes, and what the throughput shows
 DASH = "\N{EN DASH}"
-TAU = "Temperature \N{GREEK SMALL LETTER TAU}"
 MEMORY = {"gpu_memory_gib": "peak of the GPU", "resident_gib": "resident, maximum"}
-HISTOGRAMS = {
-    "log_u_image": "Estimator log u of the images",
-    "log_u_text": "Estimator log u of the captions",
-    "tau_image": f"{TAU} of the images",
-    "tau_text": f"{TAU} of the captions",
-}
-
-
-class Curve(NamedTuple):
-    """How a logged number is drawn."""
-
-    title: str
-    unit: str = ""
-    from_zero: bool = False
-    scale: float = 1.0
-    always: bool = False  # also if a run has not logged it
-
-
-CURVES = {
-    "loss": Curve("Loss", always=True),
-    "tau": Curve(TAU, always=True),
-    "lr": Curve("Learning rate", from_zero=True, always=True),
-    "samples_per_second": Curve("Throughput (samples per second)", from_zero=True, always=True),
-    "grad_norm": Curve("Gradient norm", from_zero=True, always=True),
-    "data_wait": Curve("Waiting for data (% of time)", " %", from_zero=True, scale=100, always=True),
-    "gpu_memory_gib": Curve("Peak GPU memory (GiB)", " GiB", from_zero=True),
-    "resident_gib": Curve("Resident memory (GiB)", " GiB", from_zero=True),
-    "loss_bytes": Curve("Traffic of the loss (MB per step, all processes)", " MB", scale=1e-6),
-    "loss_collectives": Curve("Collectives of the loss per step", from_zero=True),
-}
 
 
 class KeyFigure(NamedTuple):
@@ -61,12 +26,6 @@ class KeyFigure(NamedTuple):
 class Cell(NamedTuple):
     text: str
     best: bool = False
-
-
-class Row(NamedTuple):
-    label: str
-    epoch: str
-    cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +55,7 @@ class Table:
     set: str
     size: str
     groups: Mapping[str, Sequence[Column]]
-    rows: tuple[Row, ...]
+    rows: Mapping[str, Sequence[Cell]]  # by the step; the first cell is the epoch
     chance: tuple[str, ...]
 
 
@@ -204,82 +163,6 @@ def progress(run: RunData) -> float | None:
     return min(1.0, (run.steps[-1] if run.train else 0.0) / planned)
 
 
-def curves(runs: Sequence[RunData]) -> dict[str, Curve]:
-    """What to draw: the curves that every run has, then every other number that a run logged."""
-    logged = {key for run in runs for row in run.train for key, value in row.items() if math.isfinite(number(value))}
-    known = {key: curve for key, curve in CURVES.items() if curve.always or key in logged}
-    return known | {key: Curve(key) for key in sorted(logged - CURVES.keys() - NOT_CURVES)}
-
-
-def training_charts(run: RunData) -> list[Chart]:
-    return [
-        Chart(
-            title=curve.title,
-            series=(Series(name=curve.title, x=run.steps, y=[curve.scale * v for v in run.column(key)]),),
-            unit=curve.unit,
-            from_zero=curve.from_zero,
-        )
-        for key, curve in (curves([run]) if run.train else {}).items()
-    ]
-
-
-def ranks(evaluations: Sequence[Evaluation], direction: str) -> list[int]:
-    matches = {match for e in evaluations for key in e.metrics if (match := RECALL.fullmatch(key))}
-    return sorted({int(match[2]) for match in matches if match[1] == direction})
-
-
-def chance_of(evaluation: Evaluation, key: str) -> float:
-    """The value of guessing. A recall is known among images, and among captions only if there are as many."""
-    if key in ("top1", "top5"):
-        return evaluation.value(f"chance@{key[3:]}")
-    match = RECALL.fullmatch(key)
-    unequal = evaluation.metrics.get("images") != evaluation.metrics.get("captions")
-    if match is None or (match[1] == "image_to_text" and unequal):
-        return math.nan
-    return evaluation.value(f"chance@{match[2]}")
-
-
-def evaluation_charts(run: RunData) -> list[Chart]:
-    charts: list[Chart] = []
-    for name in run.sets:
-        evaluations = run.evaluations_on(name)
-        if len(evaluations) < 2:
-            continue  # no curve; the table shows it
-        known = {key for e in evaluations for key in e.metrics}
-        lines = {
-            f"{direction}_recall@10": {
-                f"{direction}_recall@{k}": f"recall@{k}" for k in ranks(evaluations, direction)
-            }
-            for direction in DIRECTIONS
-        }
-        lines["top1"] = {key: title for key, title in ZERO_SHOT.items() if key in known}
-        for main, metrics in lines.items():
-            direction = DIRECTIONS.get(main.partition("_recall")[0])
-            title = f"{direction} recall on {name} (%)" if direction else f"Zero-shot classification of {name} (%)"
-            references = {"chance@10" if direction else "chance": 100 * chance_of(evaluations[-1], main)}
-            series = [
-                Series(name=text, x=[e.step for e in evaluations], y=[100 * e.value(key) for e in evaluations])
-                for key, text in metrics.items()
-            ]
-            charts += [share_chart(title, series, references)] if series else []
-    return charts
-
-
-def share_chart(
-    title: str, series: Sequence[Series], references: Mapping[str, float], x_label: str = "step"
-) -> Chart:
-    """Shares over the evaluations, in percent."""
-    return Chart(
-        title=title,
-        series=series,
-        unit=" %",
-        from_zero=True,
-        markers=True,
-        x_label=x_label,
-        references=references,
-    )
-
-
 def column_groups(evaluations: Sequence[Evaluation]) -> dict[str, list[Column]]:
     """The columns of a table: recalls by direction, classification, and any other metric unchanged."""
     last = evaluations[-1]
@@ -308,14 +191,13 @@ def table(name: str, evaluations: Sequence[Evaluation]) -> Table:
     columns = [column for group in groups.values() for column in group]
     several = len(evaluations) > 1  # one row has no best
     best = [column.best([e.value(column.key) for e in evaluations]) if several else math.nan for column in columns]
-    rows = tuple(
-        Row(
-            label="before training" if e.step == 0 else f"{e.step:,}",
-            epoch=plain(e.epoch),
-            cells=tuple(c.cell(e.value(c.key), value) for c, value in zip(columns, best, strict=True)),
+    rows = {
+        "before training" if e.step == 0 else f"{e.step:,}": (
+            Cell(plain(e.epoch)),
+            *(column.cell(e.value(column.key), value) for column, value in zip(columns, best, strict=True)),
         )
         for e in evaluations
-    )
+    }
     last = evaluations[-1]
     sizes = [f"{count(last.value(key))} {key}" for key in ("images", "captions") if math.isfinite(last.value(key))]
     chance = tuple(percent(column.chance) if math.isfinite(column.chance) else "" for column in columns)

@@ -28,33 +28,22 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Match:
-    """A caption and its score; a hard negative has its image too, in base64."""
+class PanelEntry:
+    """A held-out image, a JPEG in base64, with its best captions or hardest negatives; or one of those."""
 
+    image: str  # empty if only the caption counts
     caption: str
     score: float
     correct: bool
-    image: str
-    media: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class PanelImage:
-    """A held-out image, in base64, and the captions with the highest scores, or its hardest negatives."""
-
-    image: str
-    media: str
-    caption: str
-    score: float  # of its best correct caption
-    matches: tuple[Match, ...]
+    matches: "tuple[PanelEntry, ...]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
     step: int
     set: str
-    images: tuple[PanelImage, ...]
-    hardest: tuple[PanelImage, ...]
+    images: tuple[PanelEntry, ...]
+    hardest: tuple[PanelEntry, ...]
 
     @property
     def correct(self) -> int:
@@ -267,28 +256,18 @@ def parse_panel(value: Mapping[str, Any]) -> Panel:
     return Panel(
         step=int(value["step"]),
         set=str(value.get("set", "val")),
-        images=tuple(parse_image(entry, "matches") for entry in value["images"]),
-        hardest=tuple(parse_image(entry, "negatives") for entry in value.get("hardest", ())),
+        images=tuple(parse_entry(entry, "matches") for entry in value["images"]),
+        hardest=tuple(parse_entry(entry, "negatives") for entry in value.get("hardest", ())),
     )
 
 
-def parse_image(entry: Mapping[str, Any], captions: str) -> PanelImage:
-    matches = tuple(
-        Match(
-            caption=str(match["caption"]),
-            score=number(match["score"]),
-            correct=match.get("correct") is True,
-            image=str(match.get("image", "")),
-            media=str(match.get("media", "image/jpeg")),
-        )
-        for match in entry[captions]
-    )
-    return PanelImage(
-        image=str(entry["image"]),
-        media=str(entry.get("media", "image/jpeg")),
+def parse_entry(entry: Mapping[str, Any], matches: str | None = None) -> PanelEntry:
+    return PanelEntry(
+        image=str(entry.get("image", "") if matches is None else entry["image"]),
         caption=str(entry["caption"]),
         score=number(entry.get("score")),
-        matches=matches,
+        correct=entry.get("correct") is True,
+        matches=() if matches is None else tuple(parse_entry(match) for match in entry[matches]),
     )
 
 
