@@ -1,14 +1,12 @@
 """The commands as functions, for scripts and notebooks: `leanclip.train` and `leanclip.evaluate`."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch import Tensor
 
 from leanclip.config import override
 from leanclip.errors import UserError
@@ -47,23 +45,9 @@ class TrainedRun:
         return [json.loads(line) for line in lines]
 
     @cached_property
-    def _loaded(self) -> tuple[TwoTower, Callable[..., Tensor], Callable[..., Tensor]]:
-        return load(self.checkpoint)
-
-    @property
     def model(self) -> TwoTower:
-        """The trained model in evaluation mode, on the CPU."""
-        return self._loaded[0]
-
-    @property
-    def preprocess(self) -> Callable[..., Tensor]:
-        """The image preprocessing of the model."""
-        return self._loaded[1]
-
-    @property
-    def tokenizer(self) -> Callable[..., Tensor]:
-        """The tokenizer of the model."""
-        return self._loaded[2]
+        """The trained model in evaluation mode, on the CPU, with its `transform()` of images and its `tokenizer`."""
+        return load(self.checkpoint)[0]
 
 
 def train(

@@ -15,6 +15,7 @@ import tomli_w
 
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically
+from leanclip.losses import LossConfig
 from leanclip.runs import TrainConfig
 from leanclip.settings import Accepted
 
@@ -23,7 +24,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["TrainConfig", "flatten", "load_toml", "override", "save_toml"]
+__all__ = ["TrainConfig", "flatten", "load_toml", "override", "save_toml", "yielding"]
+
+# Settings that say the same in two ways, with the part of the configuration that holds them.
+ALTERNATIVES = (
+    ("data", "batch_size", "global_batch_size"),
+    ("run", "save_frequency", "save_every"),
+    ("run", "val_frequency", "eval_every"),
+)
 
 
 def flatten(config: TrainConfig) -> dict[str, Any]:
@@ -39,8 +47,18 @@ def flatten(config: TrainConfig) -> dict[str, Any]:
     return flat
 
 
+def yielding(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """The configuration without what these values replace: another spelling, or what belongs to another loss."""
+    for part, *names in ALTERNATIVES:
+        unset = {other: None for name, other in (names, names[::-1]) if name in values}
+        config = replace(config, **{part: replace(getattr(config, part), **unset)})
+    other_loss = values.get("loss", config.run.loss) != config.run.loss
+    return replace(config, loss=LossConfig()) if other_loss else config
+
+
 def override(config: TrainConfig, values: Mapping[str, Any], source: str) -> TrainConfig:
     """The configuration with these values, checked against the fields' types."""
+    config = yielding(config, values)
     owners = {entry.name: part.name for part in fields(TrainConfig) for entry in fields(getattr(config, part.name))}
     changes: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
@@ -48,12 +66,11 @@ def override(config: TrainConfig, values: Mapping[str, Any], source: str) -> Tra
             near = difflib.get_close_matches(name, owners, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; the keys are {', '.join(sorted(owners))}"
             raise UserError(f"{source}: unknown key {name!r}{hint}", code="config.unknown_key")
-        component = type(getattr(config, owners[name]))
-        changes.setdefault(owners[name], {})[name] = _checked(component, name, value, source)
-    batch = changes.get("data", {})
-    for name, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
-        if name in batch:
-            batch.setdefault(other, None)  # this source replaces the batch size of the one before
+        hints = get_type_hints(type(getattr(config, owners[name])))
+        try:
+            changes.setdefault(owners[name], {})[name] = Accepted.of(hints[name]).from_toml(value)
+        except ValueError as error:
+            raise UserError(f"{source}: {name} is {error}", code="config.bad_value") from None
     try:
         return replace(config, **{part: replace(getattr(config, part), **new) for part, new in changes.items()})
     except ValueError as error:
@@ -71,11 +88,3 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 def save_toml(config: TrainConfig, path: Path) -> None:
     write_atomically(path, tomli_w.dumps(flatten(config)))
-
-
-def _checked(component: type, name: str, value: Any, source: str) -> Any:
-    """The value as the field's type."""
-    try:
-        return Accepted.of(get_type_hints(component)[name]).from_toml(value)
-    except ValueError as error:
-        raise UserError(f"{source}: {name} is {error}", code="config.bad_value") from None

@@ -27,7 +27,7 @@ def trained(settings):
 def test_train_returns_directory_metrics_and_model(trained, settings, capsys):
     assert trained.directory == settings["logs"] / "run" and trained.stopped is None
     assert [record["step"] for record in trained.metrics if "loss" in record][-1] == 2
-    embeddings = trained.model.encode_text(trained.tokenizer(["a cat", "a dog"]))
+    embeddings = trained.model.encode_text(trained.model.tokenizer(["a cat", "a dog"]))
     assert embeddings.shape == (2, 64) and not trained.model.training
     assert RunDirectory(trained.directory).facts()["status"] == "finished"
     assert capsys.readouterr().out == ""

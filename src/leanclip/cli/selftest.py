@@ -2,21 +2,19 @@
 
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
 from leanclip.cli.parse import parse
-from leanclip.config import load_toml, override
+from leanclip.config import override
 from leanclip.device import device_of
 from leanclip.errors import UserError
-from leanclip.losses import LOSSES, LossConfig
+from leanclip.losses import LOSSES
 from leanclip.losses.gradient_check import check_implementations
 from leanclip.losses.registry import spec_of
-from leanclip.recipes import load_recipe
-from leanclip.runs import TrainConfig
+from leanclip.recipes import settings_below
 from leanclip.training.rank_check import processes_selftest
 
 DESCRIPTION = """Check the computations of leanclip on this machine. The exit code is 1 if a check fails.
@@ -80,14 +78,9 @@ def _compare_implementations(command: SelftestCommand) -> None:
 def _compare_processes(command: SelftestCommand, processes: int) -> None:
     if processes < 1:
         raise UserError(f"--processes {processes}: give at least 1", code="selftest.no_processes")
-    settings = TrainConfig()
-    if command.recipe is not None:
-        settings = override(settings, load_recipe(command.recipe), f"recipe {command.recipe}")
-    if command.config is not None:
-        settings = override(settings, load_toml(Path(command.config)), command.config)
-    if command.loss is not None and command.loss != settings.run.loss:
-        settings = replace(settings, run=replace(settings.run, loss=command.loss), loss=LossConfig())
-    settings = replace(settings, run=replace(settings.run, device=command.device))
+    settings = settings_below({"recipe": command.recipe, "config": command.config})
+    values = {"loss": command.loss, "device": command.device}
+    settings = override(settings, {name: value for name, value in values.items() if value is not None}, "selftest")
     batch, console = command.batch_size or max(32, processes), Console()
     with console.status(f"{processes} processes and one") if console.is_terminal else nullcontext():
         agreements = list(processes_selftest(settings, processes=processes, batch=batch))

@@ -2,13 +2,11 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from leanclip.config import load_toml, override
+from leanclip.config import load_toml, override, yielding
 from leanclip.errors import UserError
-from leanclip.losses import LossConfig
 from leanclip.runs import TrainConfig
 
 DIRECTORY = Path(__file__).parent
@@ -41,12 +39,4 @@ def settings_below(typed: Mapping[str, Any]) -> TrainConfig:
         settings = override(settings, load_recipe(recipe), f"recipe {recipe}")
     if file is not None:
         settings = override(settings, load_toml(Path(file)), file)
-    for flag, other in (("batch_size", "global_batch_size"), ("global_batch_size", "batch_size")):
-        if flag in typed:
-            settings = replace(settings, data=replace(settings.data, **{other: None}))
-    for flag, other in (("save_frequency", "save_every"), ("val_frequency", "eval_every")):
-        if flag in typed and other not in typed:
-            settings = replace(settings, run=replace(settings.run, **{other: None}))
-    if typed.get("loss", settings.run.loss) != settings.run.loss:
-        settings = replace(settings, loss=LossConfig())  # hyper-parameters of the other loss
-    return settings
+    return yielding(settings, typed)
