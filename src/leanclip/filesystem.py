@@ -1,11 +1,20 @@
-"""Atomic writes of files and directories: a reader sees the old version or the new one, whatever happens between."""
+"""Atomic writes of files and directories: a reader sees the old version or the new one, whatever happens between; and
+JSON from files that may be damaged."""
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from leanclip.errors import UserError, first_line
+
+MAX_JSON_BYTES = 256 << 20
+MAX_JSON_DEPTH = 100
+MAX_JSON_DIGITS = 20  # of an integer: 64 bits
 
 
 @contextlib.contextmanager
@@ -73,6 +82,38 @@ def sync(path: Path) -> None:
 
 def _aside(final: Path) -> Path:
     return final.with_name(f".{final.name}.old")
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """The content of a JSON file. If it is missing, damaged, too large or no regular file, it is a UserError."""
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("not a regular file")  # reading a pipe or a device may never end
+        if path.stat().st_size > max_bytes:
+            raise ValueError(f"more than {max_bytes:,} bytes")
+        return parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} ({first_line(error)})", code="file.bad_json") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """As json.loads. Also a ValueError: nesting that exhausts the stack, integers that no tensor holds."""
+    with contextlib.suppress(RecursionError):
+        content = json.loads(text, parse_int=_parse_int)
+        if _nested_within(content, MAX_JSON_DEPTH):
+            return content
+    raise ValueError("nested too deeply")
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_JSON_DIGITS:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _nested_within(content: Any, levels: int) -> bool:
+    children = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    return levels > 0 and all(_nested_within(child, levels - 1) for child in children)
 
 
 def cache_directory() -> Path:

@@ -100,7 +100,6 @@ def test_the_error_for_data_to_pack_names_the_command(tmp_path, monkeypatch, dat
 @pytest.mark.parametrize(
     ("data", "code"),
     [
-        ("pairs.jsonl", "data.unsupported_format"),
         ("none.csv", "data.not_found"),
         *((f"synthetic:{size}", "data.bad_synthetic") for size in ("", "0", "many", "-3", "5:png")),
     ],

@@ -250,12 +250,14 @@ def test_an_incomplete_index_is_saved_periodically(tmp_path, monkeypatch):
         saved.append(clock[0])
         clock[0] += 6
 
-    monkeypatch.setattr(index, "_save", save)
-    monkeypatch.setattr(index.time, "monotonic", lambda: clock[0])
-    keep = index._PeriodicSave(tmp_path / INDEX_NAME)
-    for _ in range(30):
+    def progress(path):
         clock[0] += 10
-        keep({})
+
+    write_shards(tmp_path, 30, samples=1)
+    monkeypatch.setattr(index, "_save", save)
+    monkeypatch.setattr(index, "_show_progress", progress)
+    monkeypatch.setattr(index.time, "monotonic", lambda: clock[0])
+    index._scan_all(stat_all(expand(str(tmp_path)), ""), tmp_path / INDEX_NAME)
     assert saved == [30, 156, 282]  # at least 30 s apart, and 20 times as long as a save takes
 
 
@@ -289,7 +291,7 @@ def test_a_waiting_process_is_active_while_the_scan_makes_progress(tmp_path, mon
             before = ACTIVITY.ticks
             time.sleep(0.1)
             assert ACTIVITY.ticks == before  # no progress: the scan may hang
-            index._PeriodicSave(path)({})
+            index._show_progress(path)
             assert active_since(before)
         assert not done.is_set()
     waiting.join()

@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -125,8 +126,10 @@ def test_an_epoch_is_left_when_its_last_batch_has_come(monkeypatch):
             )
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(prefetch, "_Sent", lambda batch, *_: SimpleNamespace(received=lambda: batch))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(record_event=lambda: None))
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(Batch, "to", lambda batch, *_: batch)
+    monkeypatch.setattr(prefetch, "_received", lambda batch, _: batch)
     monkeypatch.setattr(time, "monotonic", lambda: 3600.0 * next(hours))
     arriving = on_device(batches(), torch.device("cuda", 0))
     assert int(next(arriving).images) == 0

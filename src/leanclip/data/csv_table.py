@@ -35,10 +35,6 @@ class Table(Packable):
     ) -> None:
         """The separator is detected from the header by default. An error for a missing column names `flags`."""
         self.path = Path(path)
-        if not self.path.is_file():
-            raise UserError(
-                f"no such file: {self.path}; give a CSV or TSV file with a header line", code="data.not_found"
-            )
         self._stat = stat_all([str(path)], str(path))[0]
         self._open = OpenFiles()
         columns, self.separator, start = _read_header(self.path, image_key, caption_key, separator, flags)

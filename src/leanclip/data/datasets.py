@@ -108,10 +108,6 @@ def open_source(
             f"{data} holds no tar shards; pack its images first: leanclip data pack {data} OUT",
             code="data.not_packed",
         )
-    if data.lower().endswith(".jsonl"):
-        raise UserError(
-            f"{data} has an unsupported format; give tar shards, a .csv or a .tsv", code="data.unsupported_format"
-        )
     return Shards(
         data,
         factors=factors,

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -68,9 +68,8 @@ def open_index(files: list[FileStat]) -> list[IndexedShard]:
     directories: dict[str, list[FileStat]] = {}
     for file in files:
         directories.setdefault(file.directory, []).append(file)
-    shards: dict[str, IndexedShard] = {}
-    for directory, members in directories.items():
-        shards |= _directory_index(directory, members)
+    indexes = (_directory_index(directory, members) for directory, members in directories.items())
+    shards = {path: shard for index in indexes for path, shard in index.items()}
     return [shards[file.path] for file in files]
 
 
@@ -84,7 +83,7 @@ def _directory_index(directory: str, files: list[FileStat]) -> dict[str, Indexed
         return _scan_all(files)
     with _lock(path, directory):
         indexed = _load(path, files)
-        scanned = _scan_all([file for file in files if file.path not in indexed], _PeriodicSave(path))
+        scanned = _scan_all([file for file in files if file.path not in indexed], path)
         if scanned:
             _save(path, scanned)
         return indexed | scanned | _load(path, files)
@@ -98,8 +97,7 @@ def _index_paths(directory: str) -> list[Path]:
 
 def _writable(path: Path) -> bool:
     with contextlib.suppress(OSError):
-        if path.name != INDEX_NAME:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)  # the cache directory
         return os.access(path.parent, os.W_OK)
     return False
 
@@ -110,9 +108,7 @@ def _lock(path: Path, directory: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # without a lock, several processes scan and write the same file
             file = stack.enter_context(_lock_path(path).open("a"))
-            if not _try_lock(file):
-                print(f"waiting for another process that indexes {directory}", file=sys.stderr)
-                _wait_for_lock(file)
+            _wait_for_lock(file, directory)
         yield
 
 
@@ -120,44 +116,30 @@ def _lock_path(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
-def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _show_progress(path: Path) -> None:
+    """For the processes that wait for the lock."""
+    with contextlib.suppress(OSError):
+        _lock_path(path).touch()
 
 
-def _wait_for_lock(file: IO[str]) -> None:
+def _wait_for_lock(file: IO[str], directory: str) -> None:
     """This process counts as active only while the process that holds the lock makes progress."""
     changed_at = 0
-    while not _try_lock(file):
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not changed_at:
+            print(f"waiting for another process that indexes {directory}", file=sys.stderr)
         if (modified := os.fstat(file.fileno()).st_mtime_ns) != changed_at:
             changed_at = modified
             ACTIVITY.still_working()
         time.sleep(LOCK_POLL_SECONDS)
 
 
-class _PeriodicSave:
-    """Saves an incomplete scan now and then, and shows waiting processes that the scan makes progress."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.next_save = path, time.monotonic() + SAVE_SECONDS
-
-    def __call__(self, scanned: dict[str, IndexedShard]) -> None:
-        with contextlib.suppress(OSError):
-            _lock_path(self.path).touch()
-        if (started := time.monotonic()) >= self.next_save:
-            _save(self.path, scanned)
-            seconds = time.monotonic() - started
-            self.next_save = started + seconds + max(SAVE_SECONDS, seconds / MAX_SAVE_SHARE)
-
-
-def _scan_all(
-    files: list[FileStat], after_shard: Callable[[dict[str, IndexedShard]], None] = lambda _: None
-) -> dict[str, IndexedShard]:
-    """Scan the files; `after_shard` gets all shards scanned so far."""
+def _scan_all(files: list[FileStat], path: Path | None = None) -> dict[str, IndexedShard]:
+    """Scan the files, and save what was scanned to `path` now and then."""
     scanned: dict[str, IndexedShard] = {}
+    next_save = time.monotonic() + SAVE_SECONDS
     size = sum(file.size for file in files)
     shown = size >= MIN_KEPT_BYTES
     if shown and not sys.stderr.isatty():
@@ -168,7 +150,12 @@ def _scan_all(
             for file, shard in zip(files, pool.map(_scan_shard, files), strict=True):
                 scanned[file.path] = shard
                 progress(file.size)
-                after_shard(scanned)
+                if path is not None:
+                    _show_progress(path)
+                if path is not None and (started := time.monotonic()) >= next_save:
+                    _save(path, scanned)
+                    seconds = time.monotonic() - started
+                    next_save = started + seconds + max(SAVE_SECONDS, seconds / MAX_SAVE_SHARE)
         finally:
             pool.shutdown(cancel_futures=True)
     return scanned

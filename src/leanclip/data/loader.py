@@ -196,15 +196,10 @@ def _data_loader(data: Dataset, *, workers: int, **options: Any) -> DataLoader:
         batch_size=None,
         num_workers=workers,
         prefetch_factor=PREFETCH_BATCHES if workers else None,
-        collate_fn=_unchanged,
         worker_init_fn=_start_worker,
         generator=torch.Generator(),  # the default one would advance the random state of the model
         **options,
     )
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def _start_worker(_: int) -> None:

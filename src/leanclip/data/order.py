@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -80,22 +80,10 @@ def _hash(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-class Visits(Protocol):
-    """The visits of one epoch before shuffling: `len` slots, each with a sample id and a copy number.
-
-    `at` gives the ids and the copy numbers of slots. Among the slots of copy 0, every id occurs at most once;
-    `repeats` if there are other copies.
-    """
-
-    repeats: bool = False
-
-    def __len__(self) -> int: ...
-
-    def at(self, slots: np.ndarray, *, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]: ...
-
-
-class SplitVisits(Visits):
+class SplitVisits:
     """Each of `count` ids once, without the first `held_out` ids of a fixed permutation."""
+
+    repeats = False
 
     def __init__(self, count: int, held_out: int, seed: int) -> None:
         self.count, self.held_out = count, held_out
@@ -111,7 +99,7 @@ class SplitVisits(Visits):
         return np.sort(self.permutation(np.arange(self.held_out)))
 
 
-class WeightedVisits(Visits):
+class WeightedVisits:
     """The ids of each part `factor` times; for a fractional factor, a random subset that changes with the epoch."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -140,6 +128,11 @@ class WeightedVisits(Visits):
                 offsets = Permutation(count, seed, epoch, FRACTION_KEY, number)(offsets)
             ids[selected], copies[selected] = start + offsets, copy
         return ids, copies
+
+
+# The visits of one epoch before shuffling: `len` slots. `at` gives the sample ids and copy numbers of slots. Among
+# the slots of copy 0, every id occurs at most once; `repeats` if there are other copies.
+Visits = SplitVisits | WeightedVisits
 
 
 class Order:

@@ -1,8 +1,7 @@
 """The next batch is copied to the device and packed while the device works on the current one."""
 
-import queue
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -11,14 +10,12 @@ from torch import Tensor
 
 from leanclip.data.batch import Batch
 
-Send = Callable[[Batch], Batch]
-
 
 def on_device(
     batches: Iterator[Batch],
     device: torch.device,
     dtype: torch.dtype | None = None,
-    pack: Send = lambda batch: batch,
+    pack: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Iterator[Batch]:
     """The batches on the device, with `pack` applied to each. On CUDA a thread does both on a stream of its own, one
     batch ahead: the training step waits for the device, which would leave no time beside it."""
@@ -27,36 +24,22 @@ def on_device(
             yield pack(batch.to(device, dtype))
         return
     device = numbered(device)
-    ready: queue.Queue[_Sent | BaseException | None] = queue.Queue()
-    free, stop = threading.Semaphore(1), threading.Event()
+    stream = torch.cuda.Stream(device)
 
-    def send_all() -> None:
-        try:
-            torch.cuda.set_device(device)  # of this thread
-            stream = torch.cuda.Stream(device)
-            for batch in batches:
-                free.acquire()
-                if stop.is_set():
-                    break
-                ready.put(_Sent(batch, lambda batch: pack(batch.to(device, dtype)), stream))
-            ready.put(None)
-        except BaseException as error:  # raised again by the consumer
-            ready.put(error)
+    def send_next() -> tuple[Batch, Any] | None:
+        for batch in batches:
+            with torch.cuda.stream(stream):
+                return pack(batch.to(device, dtype)), stream.record_event()
+        return None
 
-    thread = threading.Thread(target=send_all, daemon=True)
-    thread.start()
-    try:
-        while (sent := ready.get()) is not None:
-            if isinstance(sent, BaseException):
-                raise sent
-            free.release()
-            yield sent.received()
-    finally:  # also where the run ends inside an epoch
-        stop.set()
-        free.release()
-        # However long the loader takes for a batch: the next epoch reads from the same workers, and two threads would
-        # take each other's batches. The wait counts as no activity, since a loader may hang.
-        thread.join()
+    # Leaving the block waits for the thread, however long the loader takes for a batch: the next epoch reads from the
+    # same workers, and two threads would take each other's batches. The wait counts as no activity, since a loader
+    # may hang.
+    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,)) as thread:
+        sending = thread.submit(send_next)
+        while (sent := sending.result()) is not None:
+            sending = thread.submit(send_next)
+            yield _received(*sent)
 
 
 def numbered(device: torch.device) -> torch.device:
@@ -66,21 +49,13 @@ def numbered(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-class _Sent:
-    """A batch whose copy has started."""
-
-    def __init__(self, batch: Batch, send: Send, stream: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(stream):
-            self.batch = send(batch)
-            self.done = stream.record_event()
-
-    def received(self) -> Batch:
-        """For use on the current stream, which waits for the copy; the host does not."""
-        stream = torch.cuda.current_stream(self.batch.images.device)
-        stream.wait_event(self.done)
-        for tensor in _cuda_tensors(self.batch):
-            tensor.record_stream(stream)
-        return self.batch
+def _received(batch: Batch, copied: Any) -> Batch:
+    """For use on the current stream, which waits for the copy; the host does not."""
+    stream = torch.cuda.current_stream(batch.images.device)
+    stream.wait_event(copied)
+    for tensor in _cuda_tensors(batch):
+        tensor.record_stream(stream)
+    return batch
 
 
 def _cuda_tensors(value: Any) -> Iterator[Tensor]:

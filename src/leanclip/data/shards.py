@@ -4,26 +4,22 @@ import bisect
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from leanclip.data.files import MAX_OPEN_FILES, FileStat, OpenFiles, expand, stat_all
 from leanclip.data.index import IndexedShard, open_index
-from leanclip.data.source import BrokenSample, Manifest, Part, Source, pick_caption
+from leanclip.data.source import BrokenSample, Manifest, Part, Source, clean_captions, pick_caption
 from leanclip.data.tar import BLOCK, IMAGE, IMAGE_ENDINGS, JSON, TXT, name_before
 from leanclip.errors import UserError, first_line
+from leanclip.filesystem import read_json
 
 
 def load_manifest(path: Path) -> Manifest | None:
     """The manifest of a run; None if it has none."""
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text())
-    except ValueError:
-        content = None
-    return check_manifest(content, str(path))
+    return check_manifest(read_json(path), str(path)) if path.exists() else None
 
 
 def check_manifest(content: Any, origin: str) -> Manifest:
@@ -37,11 +33,6 @@ def check_manifest(content: Any, origin: str) -> Manifest:
         raise UserError(
             f"{origin} holds no valid manifest; restore it, or start a new run", code="data.bad_manifest"
         ) from error
-
-
-class _Captions(NamedTuple):
-    captions: list[str]
-    weights: list[float] | None
 
 
 class Shards(Source):
@@ -82,33 +73,27 @@ class Shards(Source):
             )
         self.rows = [shard.rows for shard in shards]
         self._stamps = [shard.stamp for shard in shards]
-        self._broken = sum((shard.broken for shard in shards), Counter())
-        self.bases = [0]
-        for rows in self.rows:
-            self.bases.append(self.bases[-1] + len(rows))
+        self.broken = sum((shard.broken for shard in shards), Counter())
+        self.bases = list(accumulate(map(len, self.rows), initial=0))
         if not len(self):
-            left_out = ", ".join(f"{count} {kind}" for kind, count in self._broken.items())
+            left_out = ", ".join(f"{count} {kind}" for kind, count in self.broken.items())
             raise UserError(
                 f"no samples in {data}: a sample is an image ({', '.join(IMAGE_ENDINGS)}) and a caption"
                 " (txt, or json with captions) of the same name" + (f" (left out: {left_out})" if left_out else ""),
                 code="data.no_samples",
             )
-        self._parts = _joined(
-            Part(self.bases[i], self.bases[i + 1], 1.0 if factors is None else factors[group])
-            for i, group in enumerate(groups)
-        )
+        self._factors = [1.0 if factors is None else factors[group] for group in groups]
         self._open = OpenFiles()
 
     def __len__(self) -> int:
         return self.bases[-1]
 
     @property
-    def broken(self) -> Mapping[str, int]:
-        return self._broken
-
-    @property
     def parts(self) -> Sequence[Part]:
-        return self._parts
+        """Neighbours of the same factor are one part."""
+        runs = groupby(range(len(self.files)), key=self._factors.__getitem__)
+        numbers = [(factor, list(shards)) for factor, shards in runs]
+        return [Part(self.bases[shards[0]], self.bases[shards[-1] + 1], factor) for factor, shards in numbers]
 
     def manifest(self) -> Manifest:
         return [
@@ -124,7 +109,7 @@ class Shards(Source):
 
     def captions(self, index: int) -> list[str]:
         """The captions in the .json under the caption key, else the .txt."""
-        return self._captions(index).captions
+        return self._captions(index)[0]
 
     def caption(self, index: int, rng: random.Random) -> str:
         return pick_caption(*self._captions(index), rng)
@@ -144,21 +129,19 @@ class Shards(Source):
             key = f"number {index - self.bases[bisect.bisect_right(self.bases, index) - 1]}"
         return f"{key} of {file.path}"
 
-    def _captions(self, index: int) -> _Captions:
+    def _captions(self, index: int) -> tuple[list[str], list[float] | None]:
+        """All captions and their weights, if they have any."""
         row = self._locate(index)[1]
         if row[JSON] and (captions := self._json_captions(index)):
             return captions
         if not row[TXT]:
             raise BrokenSample("no caption", f"sample {self.name(index)} has no .txt, and no captions in its .json")
         try:
-            caption = self._read(index, TXT).decode("utf-8").strip()
+            return clean_captions([self._read(index, TXT).decode("utf-8")], f"sample {self.name(index)}"), None
         except UnicodeDecodeError as error:
             raise BrokenSample("encoding", f"the caption of sample {self.name(index)} is not UTF-8") from error
-        if not caption:
-            raise BrokenSample("empty", f"the caption of sample {self.name(index)} is empty")
-        return _Captions([caption], None)
 
-    def _json_captions(self, index: int) -> _Captions | None:
+    def _json_captions(self, index: int) -> tuple[list[str], list[float] | None] | None:
         """The captions of a .json that has the caption key, without empty ones."""
         try:
             content: Any = json.loads(self._read(index, JSON))
@@ -183,7 +166,7 @@ class Shards(Source):
         if not kept:
             raise BrokenSample("empty", f"the captions of sample {self.name(index)} are empty")
         kept_weights = [weights[i] for i in kept] if weights is not None else []
-        return _Captions([captions[i].strip() for i in kept], kept_weights if sum(kept_weights) else None)
+        return [captions[i].strip() for i in kept], kept_weights if sum(kept_weights) else None
 
     def _locate(self, index: int) -> tuple[FileStat, list[int]]:
         shard = bisect.bisect_right(self.bases, index) - 1
@@ -199,17 +182,6 @@ class Shards(Source):
         if len(content) < size:
             raise BrokenSample("truncated", f"sample {self.name(index)} is cut short")
         return content
-
-
-def _joined(parts: Iterable[Part]) -> list[Part]:
-    """Join neighbours of the same factor."""
-    joined: list[Part] = []
-    for part in parts:
-        if joined and joined[-1].factor == part.factor:
-            joined[-1] = joined[-1]._replace(stop=part.stop)
-        else:
-            joined.append(part)
-    return joined
 
 
 def _are_weights(weights: Any, count: int) -> bool:
@@ -229,7 +201,8 @@ def _order_of(manifest: Manifest, shards: list[IndexedShard]) -> list[int]:
     for entry in manifest:
         same_name = numbers.get(str(entry["name"]), [])
         expected = (entry["size"], entry["count"], entry["stamp"])
-        match = next((i for i in same_name if _state(shards[i]) == expected), None)
+        state = {i: (shards[i].file.size, len(shards[i].rows), shards[i].stamp) for i in same_name}
+        match = next((i for i in same_name if state[i] == expected), None)
         if match is None and same_name:
             raise UserError(
                 f"{shards[same_name[0]].file.path} has changed since the run began; restore it, or start a new run",
@@ -243,7 +216,3 @@ def _order_of(manifest: Manifest, shards: list[IndexedShard]) -> list[int]:
         same_name.remove(match)
         order.append(match)
     return order + sorted(number for same_name in numbers.values() for number in same_name)
-
-
-def _state(shard: IndexedShard) -> tuple[int, int, int]:
-    return shard.file.size, len(shard.rows), shard.stamp

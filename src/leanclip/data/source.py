@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from leanclip.errors import UserError, first_line
@@ -64,8 +65,11 @@ class Source(Protocol):
 
     `image_bytes` is the encoded image, `captions` all captions (at least one, none empty), `name` the name of the
     sample in messages, which never raises. A sample that cannot be read raises BrokenSample; an error that must end
-    the run raises UserError. A source is pickled into the workers, without its open files.
+    the run raises UserError. `broken` counts by kind the samples that were left out when the source was opened; they
+    have no ids. A source is pickled into the workers, without its open files.
     """
+
+    broken: Mapping[str, int] = MappingProxyType({})
 
     def __len__(self) -> int: ...
 
@@ -81,11 +85,6 @@ class Source(Protocol):
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """Request these samples from the storage before they are read."""
-
-    @property
-    def broken(self) -> Mapping[str, int]:
-        """Samples that were left out when the source was opened, by kind. They have no ids."""
-        return {}
 
     @property
     def parts(self) -> Sequence[Part]:
