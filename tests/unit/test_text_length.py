@@ -154,7 +154,7 @@ def test_compiled_blocks_compute_the_same_and_share_their_code(monkeypatch):
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(blocks, "_compiled", {blocks.run_block: torch.compile(blocks.run_block, backend=backend)})
+    monkeypatch.setattr(blocks, "compiled", {blocks.run_block: torch.compile(blocks.run_block, backend=backend)}.get)
     model = model_of({}, {"layers": 4}, {"layers": 4}).double().train()
     images, tokens = torch.randn(11, 3, 32, 32, dtype=torch.float64), captions()
     expected = both_ways(model, images, tokens, ours=True)

@@ -21,58 +21,48 @@ class RunningAverages:
     """The running averages of all batch-norm layers of a model; without such layers every method does nothing."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = [
-            module
-            for module in model.modules()
-            if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
-        ]
+        names = ("running_mean", "running_var", "num_batches_tracked")
+        layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        buffers = {name: [b for layer in layers if (b := getattr(layer, name)) is not None] for name in names}
+        self.averages: list[Tensor] = buffers["running_mean"] + buffers["running_var"]
+        self.buffers = self.averages + buffers["num_batches_tracked"]
         self.before: list[Tensor] = []
 
     def remember(self) -> None:
         """Store the values before a step, for `restore`."""
-        self.before = [buffer.clone() for buffer in self._averages() + self._counts()]
+        self.before = [buffer.clone() for buffer in self.buffers]
 
     def restore(self) -> None:
-        for buffer, value in zip(self._averages() + self._counts(), self.before, strict=True):
-            buffer.copy_(value)
+        _copy(self.before, self.buffers)
 
     def as_one_update(self, micro_batches: Iterable[T]) -> Iterator[T]:
         """Iterate over the micro-batches of one batch, which together make one update."""
-        totals = [torch.zeros_like(buffer) for buffer in self._averages()]
+        totals = [torch.zeros_like(buffer) for buffer in self.averages]
         number = 0
         for number, micro_batch in enumerate(micro_batches, 1):  # noqa: B007
             self.restore()
             yield micro_batch
-            for total, buffer in zip(totals, self._averages(), strict=True):
+            for total, buffer in zip(totals, self.averages, strict=True):
                 total += buffer
-        for total, buffer in zip(totals, self._averages(), strict=True):
-            buffer.copy_(total / number)
+        _copy([total / number for total in totals], self.averages)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """Forward passes inside the block do not change the averages."""
-        momenta = [layer.momentum for layer in self.layers]
-        counts = [count.clone() for count in self._counts()]
-        for layer in self.layers:
-            layer.momentum = 0.0
+        values = [buffer.clone() for buffer in self.buffers]
         try:
             yield
         finally:
-            for layer, momentum in zip(self.layers, momenta, strict=True):
-                layer.momentum = momentum
-            for count, value in zip(self._counts(), counts, strict=True):
-                count.copy_(value)
+            _copy(values, self.buffers)
 
     def average(self, ranks: Ranks) -> None:
-        averages = self._averages()
-        if ranks.size == 1 or not averages:
+        if ranks.size == 1 or not self.averages:
             return
-        flat = ranks.sum(torch.cat([buffer.ravel() for buffer in averages]), purpose="batch norm") / ranks.size
-        for buffer, value in zip(averages, flat.split([buffer.numel() for buffer in averages]), strict=True):
-            buffer.copy_(value.view_as(buffer))
+        flat = ranks.sum(torch.cat([buffer.ravel() for buffer in self.averages]), purpose="batch norm") / ranks.size
+        parts = flat.split([buffer.numel() for buffer in self.averages])
+        _copy([part.view_as(buffer) for part, buffer in zip(parts, self.averages, strict=True)], self.averages)
 
-    def _averages(self) -> list[Tensor]:
-        return [b for layer in self.layers for b in (layer.running_mean, layer.running_var) if b is not None]
 
-    def _counts(self) -> list[Tensor]:
-        return [layer.num_batches_tracked for layer in self.layers if layer.num_batches_tracked is not None]
+def _copy(values: list[Tensor], buffers: list[Tensor]) -> None:
+    for value, buffer in zip(values, buffers, strict=True):
+        buffer.copy_(value)

@@ -4,6 +4,7 @@ The blocks keep their parameters and names and get a second forward pass. In the
 token is computed after the attention: the others reach no embedding and get no gradient.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,24 +38,18 @@ class Block(nn.Module):
         return (compiled(run_block) if self.compiled and self.training else run_block)(self, x, packing, read)
 
 
-class OwnBlock(Block, ResidualAttentionBlock):
-    pass
-
-
-class OwnCustomBlock(Block, CustomResidualAttentionBlock):
-    pass
-
-
-OWN_BLOCKS = {ResidualAttentionBlock: OwnBlock, CustomResidualAttentionBlock: OwnCustomBlock}
+OWN_BLOCKS = {
+    theirs: type(f"Own{theirs.__name__}", (Block, theirs), {})
+    for theirs in (ResidualAttentionBlock, CustomResidualAttentionBlock)
+}
 
 
 def adopt_blocks(transformer: Any) -> bool:
     """Give a transformer's blocks the second forward pass; False if one is of a type that has none."""
     blocks = list(transformer.resblocks)
-    for block in blocks:
-        cosine_attention = getattr(block.attn, "logit_scale", None) is not None
-        if type(block) not in OWN_BLOCKS or hasattr(block, "ln_1_kv") or cosine_attention:
-            return False
+    cosine_attention = any(getattr(block.attn, "logit_scale", None) is not None for block in blocks)
+    if cosine_attention or any(type(block) not in OWN_BLOCKS or hasattr(block, "ln_1_kv") for block in blocks):
+        return False
     for block in blocks:
         block.__class__ = OWN_BLOCKS[type(block)]
     return True
@@ -105,13 +100,9 @@ def run_blocks(blocks: Any, x: Tensor, *, read: Any, packing: Packing | None = N
     return x
 
 
-_compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
+@functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The compiled form of a function, made once: all blocks of a tower share its code."""
-    if function not in _compiled:
-        add_kernel_barriers()
-        torch._dynamo.config.recompile_limit = max(RECOMPILES, torch._dynamo.config.recompile_limit)
-        _compiled[function] = torch.compile(function)
-    return _compiled[function]
+    add_kernel_barriers()
+    torch._dynamo.config.recompile_limit = max(RECOMPILES, torch._dynamo.config.recompile_limit)
+    return torch.compile(function)

@@ -1,6 +1,5 @@
 """Models from their configuration, and from what a run saved."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE
 from leanclip.models.tokenizer import with_cache
 from leanclip.models.two_tower import TwoTower
 from leanclip.models.untrusted import without_code
-from leanclip.models.weights import load_weights, pretrained_weights
+from leanclip.models.weights import load_weights, pretrained_weights, saved_preprocessing
 
 
 def create_model(
@@ -59,15 +58,9 @@ def _with_overrides(architecture: dict[str, Any], config: ModelConfig, name: str
 
 
 def load_model(directory: Path) -> TwoTower:
-    try:
-        saved = json.loads((directory / CONFIG_FILE).read_text())
-        config, preprocess = dict(saved["model_cfg"]), dict(saved["preprocess_cfg"])
-        config |= {"vision_cfg": dict(config["vision_cfg"]), "text_cfg": dict(config["text_cfg"])}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{directory / CONFIG_FILE} does not describe a model ({type(error).__name__})", code="model.bad_config"
-        ) from error
-    return build_model(str(directory), config, directory / WEIGHTS_FILE, preprocess)
+    path = directory / CONFIG_FILE
+    _, config = model_config_of(str(path))
+    return build_model(str(directory), config, directory / WEIGHTS_FILE, saved_preprocessing(path))
 
 
 def build_model(

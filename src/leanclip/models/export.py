@@ -76,8 +76,7 @@ def export_transformers(model: TwoTower, out: Path, card: Callable[[], str]) -> 
         transformers_clip.save(
             temporary, model.clip.state_dict(), config["model_cfg"], config["preprocess_cfg"], model.tokenizer
         )
-        again = transformers_clip.Loaded(temporary)
-        difference = _difference(model, again.encode_image, again.encode_text, str(out))
+        difference = _difference(model, *transformers_clip.load(temporary), str(out))
         (temporary / "README.md").write_text(card())
         replace_directory(temporary, out)
     finally:

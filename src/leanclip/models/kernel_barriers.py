@@ -10,24 +10,20 @@ import functools
 import re
 from typing import Any
 
-STORE = re.compile(r"^(\s*)tl\.store\((\w+) \+")
-LOAD = re.compile(r"tl\.load\((\w+) \+")
+STORE = re.compile(r"^( *)tl\.store\((\w+) \+.*$", re.MULTILINE)
 BARRIER = "tl.debug_barrier()"
 
 
 def with_barriers(source: str) -> str:
     """A kernel's source with a barrier after each store to a pointer that is loaded later."""
-    loaded_later: set[str] = set()
-    reversed_lines: list[str] = []
-    for line in reversed(source.split("\n")):
-        store = STORE.match(line)
-        complete = line.count("(") == line.count(")")
-        present = bool(reversed_lines) and BARRIER in reversed_lines[-1]
-        if store and complete and store[2] in loaded_later and not present:
-            reversed_lines.append(store[1] + BARRIER)
-        reversed_lines.append(line)
-        loaded_later |= set(LOAD.findall(line))
-    return "\n".join(reversed(reversed_lines))
+
+    def with_barrier(store: re.Match[str]) -> str:
+        line, rest = store[0], source[store.end() :]
+        complete, present = line.count("(") == line.count(")"), rest.lstrip().startswith(BARRIER)
+        needed = complete and f"tl.load({store[2]} +" in rest and not present
+        return f"{line}\n{store[1]}{BARRIER}" if needed else line
+
+    return STORE.sub(with_barrier, source)
 
 
 @functools.cache

@@ -35,8 +35,7 @@ TEMPLATES = {  # with {} for the name of the class
     "simple": tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES),
 }
 
-for _path in sorted((Path(__file__).parent / "configs").glob("*.json")):
-    open_clip.add_model_config(_path)
+open_clip.add_model_config(Path(__file__).parent / "configs")
 
 
 def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
@@ -56,17 +55,24 @@ def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"no such model config file: {path}", code="model.config_not_found")
-    try:
-        config = json.loads(path.read_text())
-        config = config.get("model_cfg", config)
-        missing = {"embed_dim", "vision_cfg", "text_cfg"} - set(config)
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is not an open_clip model config ({error})", code="model.bad_config") from error
-    if missing:
-        raise UserError(
-            f"{path} is not an open_clip model config: it lacks {', '.join(sorted(missing))}", code="model.bad_config"
-        )
+    saved = read_json(path)
+    config = saved.get("model_cfg", saved)
+    parts = [config, config.get("vision_cfg"), config.get("text_cfg")] if isinstance(config, dict) else [None]
+    if not all(isinstance(part, dict) for part in parts) or "embed_dim" not in config:
+        raise bad_config(path, "it needs embed_dim, vision_cfg and text_cfg")
     return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a model's config file."""
+    try:
+        return {**json.loads(path.read_text())}
+    except (ValueError, TypeError) as error:
+        raise bad_config(path, error) from error
+
+
+def bad_config(path: Path, reason: object) -> UserError:
+    return UserError(f"{path} is not an open_clip model config: {reason}", code="model.bad_config")
 
 
 def is_model_name(name: str) -> bool:

@@ -1,5 +1,6 @@
 """Tokenizers: open_clip's, with a cache of words, and a counter of the tokens of captions."""
 
+import functools
 from typing import Any
 
 from leanclip.errors import UserError
@@ -53,21 +54,19 @@ class CachedEncoder:
         return tokens
 
 
+_one_tokenizer = functools.lru_cache(maxsize=1)(create_tokenizer)
+
+
 class TokenCounter:
     """Counts the tokens of a caption, start and end included, without truncation. Pickled by the model's name."""
 
     def __init__(self, model: str) -> None:
         self.model = model
         self.context_length: int = model_config_of(model)[1]["text_cfg"].get("context_length", 77)
-        self._tokenizer: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tokenizer": None}
 
     def __call__(self, text: str) -> int:
-        if self._tokenizer is None:
-            self._tokenizer = create_tokenizer(self.model)
-        inner = getattr(self._tokenizer, "tokenizer", None)  # transformers' own, in open_clip's wrapper
+        tokenizer = _one_tokenizer(self.model)
+        inner = getattr(tokenizer, "tokenizer", None)  # transformers' own, in open_clip's wrapper
         if inner is not None:
-            return len(inner(self._tokenizer.clean_fn(text)).input_ids)
-        return len(self._tokenizer.encode(text)) + 2
+            return len(inner(tokenizer.clean_fn(text)).input_ids)
+        return len(tokenizer.encode(text)) + 2

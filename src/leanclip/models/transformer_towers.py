@@ -31,8 +31,7 @@ def kept_patches(visual: Any, images: Tensor) -> Tensor | None:
 
 
 def number_kept(visual: Any, patches: int) -> int:
-    share = getattr(visual.patch_dropout, "prob", 0.0)
-    return max(1, int(patches * (1 - share)))
+    return max(1, int(patches * (1 - getattr(visual.patch_dropout, "prob", 0.0))))
 
 
 def patch_tokens(visual: Any, images: Tensor, mean: Tensor, std: Tensor, keep: Tensor | None) -> Tensor:

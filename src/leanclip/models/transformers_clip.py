@@ -5,8 +5,7 @@ alone what CLIPModel does not have.
 """
 
 import contextlib
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,25 +93,25 @@ def save(
         clip = transformers.CLIPModel(transformers.CLIPConfig(**_config(config)))
         clip.load_state_dict(renamed(weights), strict=True)
         clip.save_pretrained(directory)
-        _tokenizer(transformers, config, tokenizer).save_pretrained(directory)
+        transformers.CLIPTokenizer(
+            vocab={SPECIAL.get(token, token): number for token, number in tokenizer.encoder.items()},
+            merges=list(tokenizer.bpe_ranks),
+            model_max_length=config["text_cfg"].get("context_length", 77),
+        ).save_pretrained(directory)
         _image_processor(transformers, preprocess).save_pretrained(directory)
 
 
-class Loaded:
-    """A model directory, loaded by transformers without a network."""
+def load(directory: Path) -> tuple[Callable[[Tensor], Tensor], Callable[[list[str]], Tensor]]:
+    """Both encoders of a model directory, loaded by transformers without a network."""
+    transformers = _transformers()
+    with _quiet(transformers):
+        clip = transformers.CLIPModel.from_pretrained(directory, local_files_only=True).eval()
+        tokenizer = transformers.CLIPProcessor.from_pretrained(directory, local_files_only=True).tokenizer
 
-    def __init__(self, directory: Path) -> None:
-        transformers = _transformers()
-        with _quiet(transformers):
-            self.clip = transformers.CLIPModel.from_pretrained(directory, local_files_only=True).eval()
-            self.processor = transformers.CLIPProcessor.from_pretrained(directory, local_files_only=True)
+    def encode_text(texts: list[str]) -> Tensor:
+        return _unit(clip.get_text_features(**tokenizer(texts, padding=True, truncation=True, return_tensors="pt")))
 
-    def encode_image(self, pixels: Tensor) -> Tensor:
-        return _unit(self.clip.get_image_features(pixel_values=pixels))
-
-    def encode_text(self, texts: list[str]) -> Tensor:
-        tokens = self.processor.tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
-        return _unit(self.clip.get_text_features(**tokens))
+    return lambda pixels: _unit(clip.get_image_features(pixel_values=pixels)), encode_text
 
 
 def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -172,14 +171,6 @@ def _config(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tokenizer(transformers: Any, config: dict[str, Any], tokenizer: Any) -> Any:
-    return transformers.CLIPTokenizer(
-        vocab={SPECIAL.get(token, token): number for token, number in tokenizer.encoder.items()},
-        merges=list(tokenizer.bpe_ranks),
-        model_max_length=config["text_cfg"].get("context_length", 77),
-    )
-
-
 def _image_processor(transformers: Any, preprocess: dict[str, Any]) -> Any:
     size = preprocess["size"]
     side = size if isinstance(size, int) else size[0]
@@ -215,13 +206,13 @@ def _transformers() -> Any:
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    logger = logging.getLogger("transformers")
-    level, bars = logger.level, transformers.utils.logging.is_progress_bar_enabled()
-    logger.setLevel(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()
+    messages = transformers.utils.logging
+    level, bars = messages.get_verbosity(), messages.is_progress_bar_enabled()
+    messages.set_verbosity_error()
+    messages.disable_progress_bar()
     try:
         yield
     finally:
-        logger.setLevel(level)
+        messages.set_verbosity(level)
         if bars:
-            transformers.utils.logging.enable_progress_bar()
+            messages.enable_progress_bar()

@@ -44,7 +44,7 @@ class TwoTower(nn.Module):
         self.padding_reason = padding_reason(clip)
         if self.padding_reason is None and not adopt_blocks(text_tower(clip).transformer):
             self.padding_reason = "the text tower has blocks of an unknown type"
-        self.end_of_text: EndOfText | None = None if self.padding_reason else pooling(clip)
+        self.end_of_text: EndOfText | None = None if self.padding_reason else pooling(clip)  # None: runs padded
 
     def train(self, mode: bool = True) -> "TwoTower":
         super().train(mode)
@@ -130,10 +130,6 @@ class TwoTower(nn.Module):
         """
         self.clip.set_grad_checkpointing(blocks != 0)
         self.recomputed_blocks = sys.maxsize if blocks is None else blocks
-
-    def pad_texts(self) -> None:
-        """Make the text tower run on padded texts, as in open_clip."""
-        self.end_of_text = None
 
     def compile_towers(self, *, whole: bool = True) -> None:
         """Compile the towers' blocks, and an image tower without such blocks as a `whole`, at their first use."""

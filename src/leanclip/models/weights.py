@@ -1,7 +1,6 @@
 """Weights of open_clip models: which file --pretrained names, and how it is loaded."""
 
 import difflib
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,14 @@ from torch import Tensor
 
 from leanclip.errors import UserError
 from leanclip.models.config import ModelConfig
-from leanclip.models.open_clip_api import PreprocessCfg, model_config_of, named_architecture, open_clip
+from leanclip.models.open_clip_api import (
+    PreprocessCfg,
+    bad_config,
+    model_config_of,
+    named_architecture,
+    open_clip,
+    read_json,
+)
 from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE, find_weights
 from leanclip.models.untrusted import check_weights
 
@@ -25,7 +31,7 @@ def pretrained_weights(config: ModelConfig) -> tuple[Path | None, dict[str, Any]
     path = Path(config.pretrained)
     if path.is_dir():
         if (directory := find_weights(path)) is not None:
-            return directory / WEIGHTS_FILE, _saved_preprocessing(directory)
+            return directory / WEIGHTS_FILE, saved_preprocessing(directory / CONFIG_FILE)
         raise UserError(
             f"no weights in {path}: expected {WEIGHTS_FILE} there or in its checkpoints/last",
             code="weights.not_found",
@@ -33,9 +39,10 @@ def pretrained_weights(config: ModelConfig) -> tuple[Path | None, dict[str, Any]
     return (path, {}) if path.is_file() else _downloaded(config, config.pretrained)
 
 
-def _saved_preprocessing(directory: Path) -> dict[str, Any]:
-    path = directory / CONFIG_FILE
-    saved = json.loads(path.read_text()).get("preprocess_cfg", {}) if path.is_file() else {}
+def saved_preprocessing(path: Path) -> dict[str, Any]:
+    saved = read_json(path).get("preprocess_cfg", {}) if path.is_file() else {}
+    if not isinstance(saved, dict):
+        raise bad_config(path, "its preprocess_cfg is not an object")
     return {key: value for key, value in saved.items() if key in PREPROCESS_FIELDS and key != "size"}
 
 
@@ -75,16 +82,12 @@ def load_weights(clip: Any, path: Path, name: str, config: dict[str, Any]) -> No
     try:
         open_clip.load_checkpoint(clip, str(path), weights_only=True)
     except Exception as error:  # of many types, with one remedy
-        refusal = f"{path} does not hold weights of {name}"
-        if saved_config == config:
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            remedy = f" ({reason}); give the --model that they belong to"
-        else:
+        remedy = (
+            f" ({' '.join(str(error).split())[:200] or type(error).__name__}); give the --model that they belong to"
+        )
+        if saved_config != config:
             remedy = f"; use --model {named_architecture(saved, ())}"
-        raise UserError(
-            refusal + remedy,
-            code="weights.other_model",
-        ) from error
+        raise UserError(f"{path} does not hold weights of {name}{remedy}", code="weights.other_model") from error
 
 
 def _other_activation(weights: object, quick_gelu: bool, model: str) -> UserError:

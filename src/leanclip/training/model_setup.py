@@ -35,7 +35,7 @@ def model_for_run(config: TrainConfig, start: ModelConfig | None = None, *, shap
     if blocks := config.parallel.grad_checkpointing:
         model.checkpoint_activations(None if blocks is True else blocks)
     if config.parallel.pad_text:
-        model.pad_texts()
+        model.end_of_text = None
     return model
 
 

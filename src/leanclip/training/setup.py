@@ -265,7 +265,7 @@ def _micro_batches(context: StepContext, model: TwoTower, config: TrainConfig, d
             f" raise it, or choose a global batch that {ranks.size} processes divide",
             code="training.empty_micro_batch",
         )
-    if context.norms.layers and smallest // count < 2:
+    if context.norms.averages and smallest // count < 2:
         raise UserError(
             "batch normalisation needs two samples in every micro-batch; raise --micro-batch or the batch",
             code="training.micro_batch_too_small",
