@@ -40,9 +40,11 @@ def leanclip(model: str, flags: list[str]) -> None:
     def timed(self: Any) -> bool:
         record("evaluation begins")
         best = evaluate(self)
-        metrics = self.log.results["val"].metrics
+        metrics = self.output.log.results["val"].metrics
         record(
-            "evaluation ends", epoch=self.epochs_done, **{name: metrics[f"{name}_recall@10"] for name in DIRECTIONS}
+            "evaluation ends",
+            epoch=round(self.epoch, 6),
+            **{name: metrics[f"{name}_recall@10"] for name in DIRECTIONS},
         )
         return best
 

@@ -18,7 +18,6 @@ from leanclip.device import device_of
 from leanclip.distributed import Heartbeat, Ranks, detect_launch, device_for, launch_id, process_group, was_restarted
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically
-from leanclip.progress import ACTIVITY
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.runs.config import RunConfig
 from leanclip.runs.defaults import default_name
@@ -47,7 +46,7 @@ def run_training(config: TrainConfig, *, began: float | None = None, quiet: bool
             directory, console = directory_of(job), console_of(job, quiet=quiet)
             job.context.ranks.broadcast_from_first(lambda: prepare_locked(job, directory, None if locked else lock))
             announce(job, console)
-            checkpoint, stopped = train(job, directory, console, ACTIVITY.advance, stop)
+            checkpoint, stopped = train(job, directory, console, stop)
     if stopped:
         name = "" if config.run.name else f"--name {directory.path.name} "
         console.print(f"stopped, since {stopped}: the same command with {name}--resume auto continues the run")

@@ -36,7 +36,7 @@ def train_on_shards(ranks, folder, pattern, logs, stop, resume=False, workers=0,
 
     def watched(self, batch):
         share = zip(batch.sample_ids.tolist(), batch.tokens, batch.images, strict=True)
-        seen[self.step] = [
+        seen[self.at.step] = [
             [index, *(hashlib.sha256(part.contiguous().numpy()).hexdigest() for part in (tokens, pixels))]
             for index, tokens, pixels in share
         ]

@@ -14,10 +14,11 @@ from leanclip.config import override
 from leanclip.data import TrainingLoader
 from leanclip.data.datasets import BUNDLED
 from leanclip.distributed import full_tensor
+from leanclip.progress import ACTIVITY, Activity
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.runs.config import ParallelConfig
 from leanclip.runs.stopping import Stopping
-from leanclip.training import set_up, train
+from leanclip.training import loop, set_up, train
 from leanclip.training.nonfinite import NotFiniteError
 from leanclip.training_run import prepare
 
@@ -65,18 +66,19 @@ def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, stop_at=None,
     said = (0, "")
     stop = Stopping(HashStore())
 
-    def look():
-        history.append(tensors())
-        if len(history) - 1 == stop_at:
-            stop.signal = signal.SIGTERM
+    class Watched(Activity):
+        def advance(self):
+            history.append(tensors())
+            if len(history) - 1 == stop_at:
+                stop.signal = signal.SIGTERM
 
-    TrainingLoader.epoch = poisoned
+    TrainingLoader.epoch, loop.ACTIVITY = poisoned, Watched()
     try:
-        train(job, directory, Console(quiet=True), look, stop)
+        train(job, directory, Console(quiet=True), stop)
     except NotFiniteError as error:
         said = (error.exit_code, str(error))
     finally:
-        TrainingLoader.epoch = honest
+        TrainingLoader.epoch, loop.ACTIVITY = honest, ACTIVITY
     moved = [
         set(before) != set(after) or any(not torch.equal(before[name], after[name]) for name in before)
         for before, after in itertools.pairwise(history)

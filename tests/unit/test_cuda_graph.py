@@ -14,7 +14,7 @@ from leanclip.data import Batch
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.models.text_length import Texts
 from leanclip.optim.loss_scale import LossScale
-from leanclip.training.cuda_graph import WARM_UP, CudaGraphs
+from leanclip.training.cuda_graph import WARM_UP, Captured, CudaGraphs
 from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
 
@@ -34,7 +34,7 @@ class FakeGraph:
             self.undo = self.state.undo
             self.state.rollback()
             self.state.undo = self.undo
-        return self
+        return Captured(self.result, self.replay)
 
     def replay(self):
         before = None if self.state is None else self.state.undo

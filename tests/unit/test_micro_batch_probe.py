@@ -8,8 +8,7 @@ import torch
 from leanclip.cli.train import parse_command
 from leanclip.distributed import Ranks
 from leanclip.training import set_up
-from leanclip.training.micro_batch_probe import probe_micro_batch
-from leanclip.training.model_setup import largest_micro_batch
+from leanclip.training.micro_batch_probe import largest_micro_batch, probe_micro_batch
 
 ALONE = Ranks(0, 1, None)
 

@@ -8,7 +8,8 @@ from leanclip.data import Batch
 from leanclip.errors import UserError
 from leanclip.losses import LossOutput
 from leanclip.optim.loss_scale import LossScale
-from leanclip.training.nonfinite import NonFiniteSteps, write_diagnosis
+from leanclip.runs.metrics import finite
+from leanclip.training.nonfinite import NonFiniteSteps
 from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
 
@@ -34,8 +35,8 @@ def test_reload_once_then_stop(steps, expected):
 def test_the_loss_scale_says_whether_it_could_be_lowered():
     scale = LossScale(4.0, grows=True)
     seen = []
-    for finite in (False, False, False, True):
-        scale.update(finite)
+    for good in (False, False, False, True):
+        scale.update(good)
         seen.append((scale.value, scale.lowered))
     assert seen == [(2.0, True), (1.0, True), (1.0, False), (1.0, False)]
 
@@ -78,10 +79,10 @@ def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradient_is():
     assert set(result.gradient_norms) == {"image.weight", "image.bias"} and min(result.gradient_norms.values()) > 0
 
 
-def test_a_diagnosis_is_json_whatever_the_numbers(tmp_path):
-    path = tmp_path / "diagnosis.json"
-    write_diagnosis(path, {"loss": float("nan"), "norms": {"a": float("inf")}, "ids": [[1, 2], [-float("inf")]]})
-    assert json.loads(path.read_text()) == {"loss": "nan", "norms": {"a": "inf"}, "ids": [[1, 2], ["-inf"]]}
+def test_a_diagnosis_is_json_whatever_the_numbers():
+    facts = {"loss": float("nan"), "norms": {"a": float("inf")}, "ids": [[1, 2], [-float("inf")]]}
+    text = json.dumps(finite(facts, as_text=True), allow_nan=False)
+    assert json.loads(text) == {"loss": "nan", "norms": {"a": "inf"}, "ids": [[1, 2], ["-inf"]]}
 
 
 def test_the_exit_code_is_the_errors_own(monkeypatch, capsys):

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from leanclip.checkpointing.storage import StoredTensors
 from leanclip.cli import main
-from leanclip.training.weight_average import WeightEMA
+from leanclip.optim.weight_average import WeightEMA
 
 
 class Wrapped(torch.nn.Module):

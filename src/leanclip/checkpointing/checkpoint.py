@@ -49,19 +49,26 @@ WARN_WAIT_SECONDS = 1.0  # training waited this long for the previous save
 SAVE_TIMEOUT = 1800.0  # seconds of a slow disk during which the processes' timeout does not apply
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Position:
     """The next step of a run is `step`, the `epoch_step`-th of `epoch`; with the run's counters."""
 
-    step: int
-    epoch: int
-    epoch_step: int
-    samples: int
-    seconds: float
-    best: float | None
+    step: int = 0
+    epoch: int = 0
+    epoch_step: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    best: float | None = None
     skipped: int = 0
     seen: int = 0  # samples, of which `broken` were broken, by kind
     broken: Mapping[str, int] = field(default_factory=dict)
+
+    def advance(self, batch: int, steps_per_epoch: int) -> None:
+        """By one step."""
+        self.step += 1
+        self.samples += batch
+        full, self.epoch_step = divmod(self.epoch_step + 1, steps_per_epoch)
+        self.epoch += full
 
 
 class SaveError(Exception):
@@ -150,9 +157,8 @@ class Checkpoints:
         if isinstance(error, SaveError):
             if not self.stop_on_error:
                 return
-            stop = UserError(f"checkpoint {self._newest.name} was not saved ({error})", code="checkpoint.not_saved")
-            stop.shown = not self.first
-            raise stop
+            message = f"checkpoint {self._newest.name} was not saved ({error})"
+            raise Ranks.current().shown_once(UserError(message, code="checkpoint.not_saved"))
         if error is not None:
             raise error
 
@@ -171,7 +177,7 @@ class Checkpoints:
         temporary = self.directory / f".{request.name}.tmp"
         try:
             self._staging.wait()
-            self._collective(lambda: _make_empty(temporary) if self.first else None)
+            self._collective(lambda: remove(temporary).mkdir(parents=True) if self.first else None)
             self._collective(lambda: write_tensors(temporary / TENSORS, request.tensors, self.group))
             self._collective(lambda: self._complete(temporary, request) if self.first else None)
         except SaveError as error:
@@ -275,7 +281,3 @@ def _unused_name(path: Path) -> Path:
 
 def _without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _make_empty(directory: Path) -> None:
-    remove(directory).mkdir(parents=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,18 +15,10 @@ from leanclip.errors import UserError
 from leanclip.losses import ContrastiveLoss
 from leanclip.models import TwoTower
 from leanclip.optim.loss_scale import LossScale
+from leanclip.optim.weight_average import WeightEMA
 
 MODEL, EMA, LOSS, OPTIMIZER = "model.", "ema.", "loss.", "optimizer."
 RANDOM, EXPORT = "random.", "export."
-
-
-class AveragedWeights(Protocol):
-    """A running average of the weights, as checkpoints store it."""
-
-    averages: dict[str, Tensor]
-    updates: int
-
-    def restart(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +30,7 @@ class RunState:
     optimizer: Optimizer
     scale: LossScale
     device: torch.device
-    ema: AveragedWeights | None = None
+    ema: WeightEMA | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """By names that do not depend on the number of processes."""
@@ -66,11 +58,7 @@ class RunState:
                 "state": {name: values for name, values in state.items() if values},
                 "groups": [self._counters(group) for group in self.optimizer.param_groups],
             },
-            "scale": {
-                "value": self.scale.value,
-                "good_steps": self.scale.good_steps,
-                "grows": self.scale.grows,
-            },
+            "scale": {"value": self.scale.value, "good_steps": self.scale.good_steps, "grows": self.scale.grows},
             "ema": {"updates": 0 if self.ema is None else self.ema.updates},
         }
 

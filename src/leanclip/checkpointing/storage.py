@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from leanclip.distributed import local_tensor
 from leanclip.errors import UserError, first_line
 from leanclip.filesystem import sync
 from leanclip.progress import ACTIVITY
@@ -59,13 +60,13 @@ class Staging:
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the buffers: pinning pages takes a second for two gigabytes."""
         for name, tensor in tensors.items():
-            self._buffer(name, _local(tensor))
+            self._buffer(name, local_tensor(tensor))
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Start copying, in the order of the GPU's work; `wait` blocks until it is done."""
         staged: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            local = _local(tensor).detach()
+            local = local_tensor(tensor).detach()
             staged[name] = self._buffer(name, local).copy_(local, non_blocking=local.is_cuda)
             if isinstance(tensor, DTensor):
                 assert self._mesh is not None
@@ -91,10 +92,6 @@ class Staging:
                 buffer = torch.empty(like.shape, dtype=like.dtype)
             self._buffers[name] = buffer
         return buffer
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Writer(HuggingFaceStorageWriter):
@@ -177,13 +174,11 @@ class StoredTensors:
 
 def write_hashes(directory: Path, unlisted: Sequence[str] = ()) -> None:
     """Write the hashes of a directory's files, and flush everything to the disk."""
-    files = {}
-    for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in unlisted):
-        files[path.relative_to(directory).as_posix()] = {"size": path.stat().st_size, "sha256": _hash(path)}
+    paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name not in unlisted)
+    files = {path.relative_to(directory).as_posix(): {"sha256": _hash(path)} for path in paths}
     (directory / HASHES_FILE).write_text(json.dumps({"files": files}, indent=1))
-    for path in directory.rglob("*"):
+    for path in (*directory.rglob("*"), directory):
         sync(path)
-    sync(directory)
 
 
 def verify(directory: Path) -> None:

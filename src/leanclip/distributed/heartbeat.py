@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
@@ -46,7 +47,7 @@ class Heartbeat:
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout: float) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
-        self._connection: Store | None = None
+        self._connection: Any = None  # a second one, because the main thread's may be blocked in a wait
         self.interval = min(2.0, timeout / 8)
         self._peers = {other: _Peer() for other in range(size) if other != rank}
         self._stopping = threading.Event()
@@ -56,12 +57,9 @@ class Heartbeat:
     def start(self) -> None:
         if self.store is None or self.size == 1:
             return
-        now = time.monotonic()
         for peer in self._peers.values():
-            peer.beat_at = peer.active_at = now
-        # A second connection, because the main thread's may be blocked in a wait.
+            peer.beat_at = peer.active_at = time.monotonic()
         self._connection = self.store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-        assert self._connection is not None
         self._connection.set_timeout(timedelta(seconds=self.timeout))
         self._thread = threading.Thread(target=self._run, name="leanclip-heartbeat", daemon=True)
         self._thread.start()
@@ -72,7 +70,6 @@ class Heartbeat:
         self._final_status = FAILED if failed else DONE
         self._stopping.set()
         self._thread.join(timeout=self.interval * 2)
-        self._thread = None
 
     def exit_if_rank_lost(self) -> None:
         """After a failed collective: wait until a lost rank shows, and exit with the message that names it."""
@@ -106,12 +103,10 @@ class Heartbeat:
             self._write(beat + 1, self._final_status)
 
     def _write(self, beat: int, status: str) -> None:
-        assert self._connection is not None
         host = f"{socket.gethostname()}:{os.getpid()}"
         self._connection.set(f"heartbeat/{self.rank}", f"{beat} {ACTIVITY.count} {ACTIVITY.ticks} {status} {host}")
 
     def _read(self) -> None:
-        assert self._connection is not None
         if self._connection.check([REASON_KEY]):
             self._exit(self._connection.get(REASON_KEY).decode())
         now = time.monotonic()
@@ -128,9 +123,8 @@ class Heartbeat:
     def _silent(self, seconds: float) -> str | None:
         now = time.monotonic()
         silent = {r: now - p.beat_at for r, p in self._peers.items() if not p.ended and now - p.beat_at > seconds}
-        if not silent:
-            return None
-        return f"{self._names(*silent)} sent no heartbeat for {max(silent.values()):.0f} s: it died or its host hangs"
+        message = f"sent no heartbeat for {max(silent.values(), default=0):.0f} s: it died or its host hangs"
+        return f"{self._names(*silent)} {message}" if silent else None
 
     def _ended(self, *statuses: str) -> str | None:
         ended = [str(rank) for rank, peer in self._peers.items() if peer.status in statuses]
@@ -152,7 +146,6 @@ class Heartbeat:
         """Share the reason and end this process. Rank 0 may host the store, so it waits until the others read it."""
         print(f"leanclip: rank {self.rank} stops: {message}", file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):  # the store itself may be lost
-            assert self._connection is not None
             if not self._connection.check([REASON_KEY]):
                 self._connection.set(REASON_KEY, message)
             if self.rank == 0:

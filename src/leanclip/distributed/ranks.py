@@ -15,6 +15,7 @@ from leanclip.errors import UserError
 from leanclip.progress import ACTIVITY
 
 T = TypeVar("T")
+Failure = TypeVar("Failure", bound=UserError)
 
 
 class PendingGather(NamedTuple):
@@ -116,9 +117,13 @@ class Ranks:
         ACTIVITY.advance()
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
-            outcome[1].shown = not self.first
-            raise outcome[1]
+            raise self.shown_once(outcome[1])
         return outcome[0]
+
+    def shown_once(self, error: Failure) -> Failure:
+        """An error that all ranks raise, and the first one prints."""
+        error.shown = not self.first
+        return error
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -119,13 +119,15 @@ def read_results(path: Path) -> dict[str, Result]:
     }
 
 
-def finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by None."""
+def finite(value: Any, *, as_text: bool = False) -> Any:
+    """Replace NaN and infinity, which JSON lacks, by None, or by "nan", "inf" and "-inf"."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: finite(item, as_text=as_text) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [finite(item, as_text=as_text) for item in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return str(value) if as_text else None
 
 
 def to_host(metrics: Mapping[str, Tensor | float | str]) -> dict[str, float | str]:

@@ -7,7 +7,7 @@ each shape and replayed. What changes from step to step lies in tensors: the bat
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,26 +29,20 @@ class Shape(NamedTuple):
     longest: int
 
 
-class Captured(Protocol):
+class Captured(NamedTuple):
     """A function that was called once; `replay` overwrites its result with what it would return now."""
 
     result: Any
+    replay: Callable[[], None]
 
-    def replay(self) -> None: ...
 
-
-class CapturedKernels:
+def capture_kernels(function: Callable[[], Any], pool: Any) -> Captured:
     """The kernels of a function. The call that captures them runs none of them."""
-
-    def __init__(self, function: Callable[[], Any], pool: Any) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        # The prefetch thread copies batches during the capture.
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.result = function()
-
-    def replay(self) -> None:
-        self.graph.replay()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    # The prefetch thread copies batches during the capture.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        return Captured(function(), graph.replay)
 
 
 class CudaGraphs:
@@ -58,12 +52,12 @@ class CudaGraphs:
         self,
         model: TwoTower,
         autocast: torch.autocast,
-        capture: Callable[[Callable[[], Any], Any], Captured] = CapturedKernels,
+        capture: Callable[[Callable[[], Any], Any], Captured] = capture_kernels,
     ) -> None:
         self.model, self.autocast, self.capture = model, autocast, capture
         self.eager_steps, self.graphs = Counter[Shape](), dict[Shape, GraphedStep]()
         self.captured_for: object = None  # a loss, and the addresses of its tables
-        self.pool = torch.cuda.graph_pool_handle() if capture is CapturedKernels else None
+        self.pool = torch.cuda.graph_pool_handle() if capture is capture_kernels else None
 
     def __call__(self, context: StepContext, batch: Batch) -> "GraphedStep | None":
         """The graph for this batch, which is copied into it; None where the step must run without a graph."""

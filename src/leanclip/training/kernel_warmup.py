@@ -40,22 +40,15 @@ class KernelWarmup:
 
     def __init__(self, calls: Iterable[Callable[[], object]], device: torch.device) -> None:
         calls, device = list(calls), numbered(device)
-        pool = ThreadPoolExecutor(len(calls))
-        self.futures = [pool.submit(_call_on, device, call) for call in calls]
+        start = partial(torch.cuda.set_device, device) if device.type == "cuda" else None  # of each thread
+        pool = ThreadPoolExecutor(len(calls), initializer=start)
+        self.futures = [pool.submit(call) for call in calls]
         pool.shutdown(wait=False)
 
     def wait(self) -> str | None:
         """A message for the user, if a call failed."""
         errors = [error for future in self.futures if (error := future.exception()) is not None]
-        if not errors:
-            return None
-        return f"kernel warm-up failed, so the first steps take longer ({first_line(errors[0])})"
-
-
-def _call_on(device: torch.device, call: Callable[[], object]) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread
-    call()
+        return f"kernel warm-up failed, so the first steps take longer ({first_line(errors[0])})" if errors else None
 
 
 def warmup_calls(
@@ -70,27 +63,27 @@ def warmup_calls(
 
     `loss` creates one like that of the run; `autocast` creates a context for each thread.
     """
-    for direction in (_forward, _backward):
-        if model.blockwise_image:
-            yield partial(_images, model, direction, autocast, device)
-        if model.end_of_text is not None:
-            for longest in (SHORT_LENGTH, LARGEST_TILE):
-                yield partial(_texts, model, longest, direction, autocast, device)
+    inputs: list[Callable[[], KernelArguments | None]] = []
+    if model.blockwise_image:
+        inputs.append(partial(_image_arguments, model.clip.visual, device))
+    if model.end_of_text is not None:
+        inputs += [partial(_text_arguments, model, longest, device) for longest in (SHORT_LENGTH, LARGEST_TILE)]
+    for arguments in inputs:
+        yield partial(_attention, arguments, autocast, backward=False)
+        yield partial(_attention, arguments, autocast, backward=True)
     yield partial(_loss, loss, batch, model, autocast, device)
 
 
-Direction = Callable[[KernelArguments | None], None]
-
-
-def _forward(given: KernelArguments | None) -> None:
-    if given is not None:
-        short_attention(*given)
-
-
-def _backward(given: KernelArguments | None) -> None:
-    if given is not None:
+def _attention(
+    arguments: Callable[[], KernelArguments | None], autocast: Callable[[], torch.autocast], *, backward: bool
+) -> None:
+    with autocast():
+        given = arguments()
+    if given is not None and backward:
         qkv, *rest = given
         short_attention_backward(qkv, torch.zeros_like(qkv[:, 0]), *rest)
+    elif given is not None:
+        short_attention(*given)
 
 
 def _qkv(layer: Any, device: torch.device, *shape: int) -> Tensor:
@@ -101,25 +94,18 @@ def _qkv(layer: Any, device: torch.device, *shape: int) -> Tensor:
     return torch.zeros(*shape, 3, heads, len(weight) // (3 * heads), dtype=dtype, device=device)
 
 
-def _images(
-    model: TwoTower, direction: Direction, autocast: Callable[[], torch.autocast], device: torch.device
-) -> None:
-    visual = model.clip.visual
-    with autocast():
-        layer, patches = visual.transformer.resblocks[0].attn, len(visual.positional_embedding) - 1
-        direction(row_arguments(_qkv(layer, device, 1, 1 + number_kept(visual, patches))))
+def _image_arguments(visual: Any, device: torch.device) -> KernelArguments | None:
+    patches = len(visual.positional_embedding) - 1
+    return row_arguments(_qkv(visual.transformer.resblocks[0].attn, device, 1, 1 + number_kept(visual, patches)))
 
 
-def _texts(
-    model: TwoTower, longest: int, direction: Direction, autocast: Callable[[], torch.autocast], device: torch.device
-) -> None:
-    """One caption of `longest` tokens, or of the context length."""
+def _text_arguments(model: TwoTower, longest: int, device: torch.device) -> KernelArguments | None:
+    """Of one caption of `longest` tokens, or of the context length."""
     width = model.clip.context_length
     tokens = torch.zeros(1, width, dtype=torch.int64, device=device)
     texts = Texts.pack(tokens, torch.tensor([min(longest, width)]), few_sizes=True)
     layer = text_tower(model.clip).transformer.resblocks[0].attn
-    with autocast():
-        direction(packed_arguments(_qkv(layer, device, len(texts.tokens)), texts.packing))
+    return packed_arguments(_qkv(layer, device, len(texts.tokens)), texts.packing)
 
 
 def _loss(

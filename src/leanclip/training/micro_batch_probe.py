@@ -2,18 +2,20 @@
 
 import gc
 import math
+from collections.abc import Callable
 
 import torch
 
-from leanclip.distributed import gradient_sync, local_tensor
+from leanclip.distributed import Ranks, gradient_sync, local_tensor
 from leanclip.errors import UserError
 from leanclip.models import TwoTower
 from leanclip.training.gradient_caching import RandomState, propagate
-from leanclip.training.model_setup import largest_micro_batch
 from leanclip.training.step_context import StepContext
 
 USED = 0.92  # of the free memory: the rest is for fragmentation, CUDA and NCCL
 STATE_COPIES = {"lion": 1, "sgdm": 1}  # of the trained weights, in the optimizer's state; other optimizers keep two
+
+MOST_PASSES = 12
 
 
 def probe_micro_batch(context: StepContext, model: TwoTower, *, share: int, optimizer: str, fsdp: bool) -> int:
@@ -92,3 +94,45 @@ def _loss_bytes(context: StepContext, dim: int, dtype: torch.dtype, device: torc
         output = context.loss(image, text, torch.arange(count), global_batch=context.global_batch)
     output.loss.backward()
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def largest_micro_batch(peak: Callable[[int], float], *, share: int, room: int, ranks: Ranks, spared: int = 0) -> int:
+    """The largest micro-batch whose peak is at most `room` bytes on every rank: the whole share, or a multiple of 8
+    where 8 fit; 0 where not one sample fits.
+
+    `peak` measures a size: bytes, infinite where memory ran out. All ranks measure the same sizes. The whole share, a
+    step without gradient caching, needs up to `spared` bytes less than a line through two small sizes says.
+    """
+    room = min(ranks.all_gather_objects(room))
+    peaks = {0: 0.0}
+
+    def fits(size: int) -> bool:
+        if size not in peaks:
+            peaks[size] = max(ranks.all_gather_objects(peak(size)))
+        return peaks[size] <= room
+
+    low, high = max(1, min(8, share // 4)), max(1, min(32, share // 2))
+    if fits(low) and fits(high):
+        slope = max(1.0, (peaks[high] - peaks[low]) / max(1, high - low))
+        if peaks[high] + slope * (share - high) - spared <= room and fits(share):
+            return share
+        size = min(share - 1, high + int((room - peaks[high]) / slope))
+        size -= size % 8 if size > 8 else 0
+    else:
+        size = _size_between(peaks, room)
+    while size not in peaks and len(peaks) < MOST_PASSES:
+        fits(size)
+        size = _size_between(peaks, room)
+    return max(size for size in peaks if fits(size))
+
+
+def _size_between(peaks: dict[int, float], room: int) -> int:
+    """Between the largest size that fits and the smallest that does not, where the line between them meets `room`: on
+    a convex curve that fits, too. The middle where no line is known. Where nothing failed, the largest that fits."""
+    low = max(size for size, bytes_ in peaks.items() if bytes_ <= room)
+    high = min((size for size, bytes_ in peaks.items() if bytes_ > room), default=low)
+    if low == 0 or math.isinf(peaks[high]):
+        size = (low + high) // 2
+    else:
+        size = low + int((high - low) * (room - peaks[low]) / max(1.0, peaks[high] - peaks[low]))
+    return max(low, size - size % 8 if size > 8 else size)

@@ -1,7 +1,4 @@
-"""The model of a run (frozen, recomputed, padded), and decisions: compile, CUDA graph, size of micro-batches."""
-
-import math
-from collections.abc import Callable
+"""The model of a run (frozen, recomputed, padded), and whether to compile it or to use a CUDA graph."""
 
 import torch
 
@@ -17,7 +14,6 @@ COMPILE_SECONDS = 40.0  # to compile the towers, about
 SAVED_PER_OPERATION, SAVED_LAUNCHES, SAVED_IN_GRAPH = 6e-16, 0.01, 0.0015
 CAPTION, PATCH = 16, 16  # typical tokens of a caption, and pixels of a patch's side
 GRAPH_OPERATIONS = 4e12  # of the towers in a step, about 10 ms on a fast GPU: below, a CUDA graph saves time
-MOST_PASSES = 12  # to measure micro-batches
 
 
 def model_for_run(config: TrainConfig, start: ModelConfig | None = None, *, shapes_only: bool = False) -> TwoTower:
@@ -85,45 +81,3 @@ def tower_flops(model: TwoTower, batch: float) -> float:
 def cuda_graph_pays(model: TwoTower, batch: int) -> bool:
     """Whether launching takes longer than computing. Known for open_clip's own transformers only."""
     return model.blockwise_image and model.end_of_text is not None and tower_flops(model, batch) < GRAPH_OPERATIONS
-
-
-def largest_micro_batch(peak: Callable[[int], float], *, share: int, room: int, ranks: Ranks, spared: int = 0) -> int:
-    """The largest micro-batch whose peak is at most `room` bytes on every rank: the whole share, or a multiple of 8
-    where 8 fit; 0 where not one sample fits.
-
-    `peak` measures a size: bytes, infinite where memory ran out. All ranks measure the same sizes. The whole share, a
-    step without gradient caching, needs up to `spared` bytes less than a line through two small sizes says.
-    """
-    room = min(ranks.all_gather_objects(room))
-    peaks = {0: 0.0}
-
-    def fits(size: int) -> bool:
-        if size not in peaks:
-            peaks[size] = max(ranks.all_gather_objects(peak(size)))
-        return peaks[size] <= room
-
-    low, high = max(1, min(8, share // 4)), max(1, min(32, share // 2))
-    if fits(low) and fits(high):
-        slope = max(1.0, (peaks[high] - peaks[low]) / max(1, high - low))
-        if peaks[high] + slope * (share - high) - spared <= room and fits(share):
-            return share
-        size = min(share - 1, high + int((room - peaks[high]) / slope))
-        size -= size % 8 if size > 8 else 0
-    else:
-        size = _size_between(peaks, room)
-    while size not in peaks and len(peaks) < MOST_PASSES:
-        fits(size)
-        size = _size_between(peaks, room)
-    return max(size for size in peaks if fits(size))
-
-
-def _size_between(peaks: dict[int, float], room: int) -> int:
-    """Between the largest size that fits and the smallest that does not, where the line between them meets `room`: on
-    a convex curve that fits, too. The middle where no line is known. Where nothing failed, the largest that fits."""
-    low = max(size for size, bytes_ in peaks.items() if bytes_ <= room)
-    high = min((size for size, bytes_ in peaks.items() if bytes_ > room), default=low)
-    if low == 0 or math.isinf(peaks[high]):
-        size = (low + high) // 2
-    else:
-        size = low + int((high - low) * (room - peaks[low]) / max(1.0, peaks[high] - peaks[low]))
-    return max(low, size - size % 8 if size > 8 else size)

@@ -3,10 +3,9 @@
 The step skips them, on all ranks. Reloading helps against a transient fault; a second series of them ends the run.
 """
 
-import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from leanclip.data import Batch
 from leanclip.distributed import local_tensor
 from leanclip.errors import UserError
-from leanclip.filesystem import write_atomically
 from leanclip.training.step_context import StepContext
 
 Verdict = Literal["continue", "reload", "stop"]
@@ -73,25 +71,23 @@ def diagnosis(
     context: StepContext, batch: Batch, norms: Mapping[str, float], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The facts about a non-finite step. All ranks call it together and get the same."""
-    towers: dict[str, dict[str, Any]] = {}
+    towers = defaultdict[str, dict[str, float]](dict)
     for name, norm in norms.items():
-        tower = towers.setdefault(_tower(name), {"gradient_norm": 0.0, "parameters": 0, "not_finite": []})
-        tower["gradient_norm"] = math.hypot(tower["gradient_norm"], norm)
-        tower["parameters"] += 1
-        if not math.isfinite(norm):
-            tower["not_finite"].append(name)
+        towers[_tower(name)][name] = norm
     return {
         **facts,
-        "gradients": towers,
+        "gradients": {
+            tower: {
+                "gradient_norm": math.hypot(*part.values()),
+                "parameters": len(part),
+                "not_finite": [name for name, norm in part.items() if not math.isfinite(norm)],
+            }
+            for tower, part in towers.items()
+        },
         "weights_not_finite": _nonfinite_weights(context),
         "sample_ids": context.ranks.all_gather_objects(batch.sample_ids.tolist()),
         "gradient_norms": dict(norms),
     }
-
-
-def write_diagnosis(path: Path, facts: Mapping[str, Any]) -> None:
-    """As JSON, with "nan", "inf" and "-inf" as strings."""
-    write_atomically(path, json.dumps(_without_nan(facts), indent=1, allow_nan=False))
 
 
 def advice(facts: Mapping[str, Any]) -> str:
@@ -114,11 +110,3 @@ def _tower(name: str) -> str:
     if name.startswith("loss."):
         return "temperature"
     return "image tower" if name.startswith("visual.") else "text tower"
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

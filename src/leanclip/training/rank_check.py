@@ -1,14 +1,15 @@
 """Compare N processes with one on this model, loss and data: two training steps in float64."""
 
-import math
 import multiprocessing
 import socket
-import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 
 import torch
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -44,49 +45,36 @@ def processes_selftest(config: TrainConfig, *, processes: int, batch: int) -> It
     if config.parallel.micro_batch is not None:  # at least two, however small the batch
         micro_batch = min(config.parallel.micro_batch, max(1, batch // processes // 2))
         config = replace(config, parallel=replace(config.parallel, micro_batch=micro_batch))
-    with tempfile.TemporaryDirectory() as folder:
-        (expected,) = _run(single, 1, Path(folder) / "one")
-        results = _run(config, processes, Path(folder) / "many")
+    (expected,), results = _run(single, 1), _run(config, processes)
     # A gradient whose true value is zero (the bias of a key) is only rounding error: compared with the largest one.
     floor = 1e-6 * max(value.norm().item() for name, value in expected.items() if "gradient" in name)
     for name, value in sorted(expected.items(), key=lambda item: not item[0].startswith("loss of")):
-        finite = value.isfinite()  # the estimate of a sample that was never visited is -inf
-        size = value[finite].norm().item()
-        error = max((result[name][finite] - value[finite]).norm().item() for result in results)
-        error /= max(size, floor if "gradient" in name else 1e-300)
-        same = all(torch.equal(finite, result[name].isfinite()) for result in results)
-        yield Agreement(quantity=name, size=size, error=error if same else math.nan)
+        size = value[value.isfinite()].norm().item()  # the estimate of a sample that was never visited is -inf
+        differences = [torch.where(result[name] == value, 0.0, result[name] - value) for result in results]
+        error = max(difference.norm().item() for difference in differences)
+        yield Agreement(quantity=name, size=size, error=error / max(size, floor if "gradient" in name else 1e-300))
 
 
-def _run(config: TrainConfig, processes: int, folder: Path) -> list[dict[str, Tensor]]:
+def _run(config: TrainConfig, processes: int) -> list[dict[str, Tensor]]:
     """The results of each process."""
-    folder.mkdir()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launches = [Launch(rank, processes, rank, "selftest", port=port) for rank in range(processes)]
-    spawn = multiprocessing.get_context("spawn")
-    children = [spawn.Process(target=_run_rank, args=(config, launch, folder), daemon=True) for launch in launches]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-    for path in sorted(folder.glob("error-*")):
-        raise UserError(path.read_text(), code="selftest.failed")
-    if any(child.exitcode for child in children):
-        raise UserError("a process of the selftest failed; its error is printed above", code="selftest.failed")
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(processes)]
+    try:
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            return [load(result) for result in pool.map(partial(_run_rank, config), launches)]
+    except BrokenProcessPool as error:
+        message = "a process of the selftest failed; its error is printed above"
+        raise UserError(message, code="selftest.failed") from error
 
 
-def _run_rank(config: TrainConfig, launch: Launch, folder: Path) -> None:
+def _run_rank(config: TrainConfig, launch: Launch) -> bytes:
     torch.set_num_threads(max(1, torch.get_num_threads() // launch.size))
     device, parallel = device_for(launch, config.run.device), config.parallel
     config = replace(config, run=replace(config.run, device=device))
-    try:
-        with process_group(launch, torch.device(device), timeout=parallel.dist_timeout, always=parallel.fsdp):
-            torch.save(_two_steps(config), folder / f"{launch.rank}.pt")
-    except UserError as error:
-        (folder / f"error-{launch.rank}").write_text(str(error))
+    with process_group(launch, torch.device(device), timeout=parallel.dist_timeout, always=parallel.fsdp):
+        return save(_two_steps(config))
 
 
 def _two_steps(config: TrainConfig) -> dict[str, Tensor]:

@@ -108,12 +108,10 @@ def _check_ranks_agree(config: TrainConfig, data: Datasets, ranks: Ranks) -> Non
     })  # fmt: skip
     for rank, name in ((rank, name) for rank in range(ranks.size) for name in facts):
         if digests[rank][name] != digests[0][name]:
-            error = UserError(
-                f"rank {rank} has other {name} than rank 0; start all ranks with the same {name}, in the same order",
-                code="distributed.ranks_differ",
+            message = (
+                f"rank {rank} has other {name} than rank 0; start all ranks with the same {name}, in the same order"
             )
-            error.shown = not ranks.first
-            raise error
+            raise ranks.shown_once(UserError(message, code="distributed.ranks_differ"))
 
 
 def _check_best_metric(metric: str, known: Sequence[str]) -> None:

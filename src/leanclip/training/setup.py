@@ -25,6 +25,7 @@ from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower
 from leanclip.optim import create_optimizer, weight_decay_groups
 from leanclip.optim.loss_scale import LossScale
+from leanclip.optim.weight_average import WeightEMA
 from leanclip.runs.config import TrainConfig
 from leanclip.training.cuda_graph import CudaGraphs
 from leanclip.training.kernel_warmup import MOST_SAMPLES, KernelWarmup, warmup_calls
@@ -32,7 +33,6 @@ from leanclip.training.micro_batch_probe import probe_micro_batch
 from leanclip.training.model_setup import model_for_run, uses_compile, uses_cuda_graph
 from leanclip.training.resolve import ResolvedRun, resolve
 from leanclip.training.step_context import StepContext
-from leanclip.training.weight_average import WeightEMA
 
 SHARDED_OPTIMIZERS = ("adamw", "lamb", "lion", "sgdm")
 
@@ -147,7 +147,7 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     return Job(
         config=config, device=device, data=run.data, model=model, context=context, loader=loader, steps=run.steps,
         state=state, group=gloo_group(ranks), resume_from=run.resume_from, ema=ema, notes=notes, compiled=compiled,
-        position=Position(step=0, epoch=0, epoch_step=0, samples=0, seconds=0.0, best=None), zero_shot=run.zero_shot,
+        position=Position(), zero_shot=run.zero_shot,
     )  # fmt: skip
 
 
@@ -163,8 +163,7 @@ def restore(job: Job, run: ResolvedRun) -> Job:
             position = replace(position, epoch=epoch, epoch_step=epoch_step)
         if grown and not run.reset_loss and isinstance(loss, GlobalContrastiveLoss):
             loss.resize(run.samples)
-        same_loss = not run.reset_loss and run.samples == saved.content["samples"]
-        return replace(job, position=position, same_loss=same_loss)
+        return replace(job, position=position, same_loss=not (grown or run.reset_loss))
     if run.resume_from is None:
         return job
     checkpoint = OpenClipCheckpoint.read(run.resume_from)

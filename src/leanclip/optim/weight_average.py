@@ -4,11 +4,10 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from leanclip.distributed import local_tensor, reshard
-from leanclip.models import TwoTower
 
 RISE = 9  # the decay after n updates is at most (1 + n) / (1 + n + RISE)
 
@@ -24,9 +23,9 @@ class WeightEMA:
     statistics and the temperature are not averaged.
     """
 
-    def __init__(self, model: TwoTower, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay, self.updates, self._model = decay, 0, model
-        self._parameters = {name: p for name, p in model.clip.named_parameters() if p.requires_grad}
+        self._parameters = {name.removeprefix("clip."): p for name, p in model.named_parameters() if p.requires_grad}
         self.averages = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         """By open_clip's names, sharded as the weights are."""
 
