@@ -17,12 +17,18 @@ class UserError(Exception):
     exit_code = 2
 
     def __init__(self, message: str, *, code: str = "") -> None:
-        super().__init__(message)
+        super().__init__(one_line(message))
         self.code = code
 
 
 class ArgumentError(UserError, ValueError):
     """A wrong argument to a function of the library: a ValueError in Python, a UserError on the command line."""
+
+
+def one_line(text: str, *, limit: int = 1000) -> str:
+    """What others wrote may hold line breaks, or be as long as a file: on one line, with its middle left out."""
+    text = " ".join(text.splitlines())
+    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
 
 
 def first_line(error: BaseException, *, limit: int = 160) -> str:

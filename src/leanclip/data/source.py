@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from leanclip.errors import UserError, first_line
+from leanclip.errors import UserError, first_line, one_line
 
 Manifest = list[dict[str, str | int]]  # the files that fix the sample ids of a run, in the order of the ids
 MIN_COUNTED_SAMPLES = 1000  # the broken share is taken of at least this many, so that one early sample stops nothing
@@ -19,7 +19,7 @@ class BrokenSample(Exception):  # noqa: N818 - the loader handles it, it is not 
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(kind, message)  # both arguments, so that pickling keeps them
-        self.kind, self.message = kind, message
+        self.kind, self.message = kind, one_line(message)
 
     def __str__(self) -> str:
         return self.message
