@@ -16,6 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         pytest.param("bench_state.py", [], ["fastclip-v3 state", "of the step"], marks=pytest.mark.slow),
         ("bench_save.py", [], ["share_in_saves", "checkpoint_gb"]),
         pytest.param("bench_micro_batch.py", [], ["direct", "micro-batches", "samples/s"], marks=pytest.mark.slow),
+        pytest.param("bench_automatic_micro_batch.py", [], ["chosen", "equal_losses"], marks=pytest.mark.slow),
         ("bench_step.py", [], ["tiny", "leanclip fastclip-v3", "open_clip", "MFU"]),
         pytest.param(
             "bench_end_to_end.py", [], ["loader alone", "training", "of the smaller"], marks=pytest.mark.slow
