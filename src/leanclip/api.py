@@ -6,8 +6,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from leanclip.config import override
 from leanclip.errors import UserError
 from leanclip.evaluation.results import SetResult
@@ -20,6 +18,7 @@ from leanclip.evaluation_run import (
 )
 from leanclip.inference import load
 from leanclip.models import TwoTower
+from leanclip.progress import make_console
 from leanclip.recipes import settings_below
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.training_run import run_training
@@ -115,7 +114,7 @@ def evaluate(
         raise UserError(str(error), code="config.bad_value") from error
     candidate = find_candidate(str(model.checkpoint if isinstance(model, TrainedRun) else model))
     with joined_processes(config) as config:
-        return evaluate_candidate(config, candidate, open_sets(config, candidate), Console(quiet=quiet))
+        return evaluate_candidate(config, candidate, open_sets(config, candidate), make_console(quiet=quiet))
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from leanclip.errors import UserError, first_line
 
 MAX_JSON_BYTES = 256 << 20
@@ -30,6 +32,15 @@ def atomic_path(final: Path, *, suffix: str = ".tmp") -> Iterator[Path]:
         temporary.replace(final)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path, *, code: str, remedy: str = "write elsewhere") -> Iterator[None]:
+    """Inside, what a full or read-only disk refuses is a UserError that names the path."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {path} ({first_line(error)}); {remedy}", code=code) from error
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -38,14 +38,24 @@ class Activity:
 ACTIVITY = Activity()  # of this process
 
 
+def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """Where a command prints. Brackets and colons in paths and names are printed as they are, not read as markup."""
+    return Console(stderr=stderr, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
 @contextmanager
 def progress_bar(
     title: str, total: int, *, shown: bool = True, unit: Literal["samples", "bytes"] = "samples"
 ) -> Iterator[Callable[[int], None]]:
     """Yields the function that advances the bar. Nothing is drawn outside a terminal."""
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), count, TimeRemainingColumn(compact=True))
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        count,
+        TimeRemainingColumn(compact=True),
+    )
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as progress:
         task = progress.add_task(title, total=total)
         yield lambda done: progress.advance(task, done)

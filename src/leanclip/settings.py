@@ -1,9 +1,11 @@
 """Fields of the configuration dataclasses: the values that their types accept, and marks for --help and --resume."""
 
+import math
 from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+LARGEST = 2**63 - 1
 T = TypeVar("T")
 
 
@@ -65,21 +67,32 @@ class Accepted:
                 value = {"True": True, "False": False}[word] if kind is bool else kind(word)
             except (KeyError, ValueError):
                 continue
-            if not self.choices or value in self.choices:
-                return value
-        raise ValueError(f"{word!r}; expected {self.described}")
+            return self._checked(value)
+        raise ValueError(f"{word[:80]!r}; expected {self.described}")
 
     def from_toml(self, value: Any) -> Any:
         """A value of a TOML file, checked; lists become tuples, and whole numbers floats where floats are due."""
         if self.length is None:
             return self._scalar(value)
         if not isinstance(value, list) or len(value) != (self.length or len(value)):
-            raise ValueError(f"{value!r}; expected a list of {self.length or 'any number of'} values")
+            raise ValueError(f"{repr(value)[:80]}; expected a list of {self.length or 'any number of'} values")
         return tuple(self._scalar(item) for item in value)
 
     def _scalar(self, value: Any) -> Any:
-        if float in self.kinds and type(value) is int:
+        if float in self.kinds and type(value) is int and abs(value) <= LARGEST:
             value = float(value)
-        if type(value) not in self.kinds or (self.choices and value not in self.choices):
+        if type(value) not in self.kinds:
+            raise ValueError(f"{repr(value)[:80]}; expected {self.described}")
+        return self._checked(value)
+
+    def _checked(self, value: Any) -> Any:
+        """A value of the right type: one of the choices, a number that can be computed with, or printable text."""
+        if self.choices and value not in self.choices:
             raise ValueError(f"{value!r}; expected {self.described}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{value}; expected a finite number")
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError(f"{str(value)[:20]}...; expected a number of at most 64 bits")
+        if isinstance(value, str) and ("\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value)):
+            raise ValueError(f"{value[:80]!r}; expected text in UTF-8")
         return value

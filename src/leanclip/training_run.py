@@ -17,7 +17,8 @@ from leanclip.config import save_toml
 from leanclip.device import device_of
 from leanclip.distributed import Heartbeat, Ranks, detect_launch, device_for, launch_id, process_group, was_restarted
 from leanclip.errors import UserError
-from leanclip.filesystem import write_atomically
+from leanclip.filesystem import write_atomically, writing
+from leanclip.progress import make_console
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.runs.config import RunConfig
 from leanclip.runs.defaults import default_name
@@ -71,7 +72,7 @@ def directory_of(job: Job) -> RunDirectory:
 
 def console_of(job: Job, *, quiet: bool = False) -> Console:
     """Where the first process prints; the others print nothing."""
-    return Console(soft_wrap=True, highlight=False, quiet=quiet or not job.context.ranks.first)
+    return make_console(quiet=quiet or not job.context.ranks.first)
 
 
 def continued(config: TrainConfig) -> TrainConfig:
@@ -109,26 +110,17 @@ def lock_existing(run: RunConfig, lock: contextlib.ExitStack) -> bool:
     directory = RunDirectory(Path(run.logs) / (run.name or ""))
     if run.name is None or not directory.is_run:
         return False
-    with writable(directory):
+    with writing(directory.path, code="run.not_writable", remedy="give another --logs"):
         lock.enter_context(directory.held())
     return True
 
 
 def prepare_locked(job: Job, directory: RunDirectory, lock: contextlib.ExitStack | None) -> None:
     """Prepare the run directory, and lock it first unless that has been done."""
-    with writable(directory):
+    with writing(directory.path, code="run.not_writable", remedy="give another --logs"):
         if lock is not None and lock.enter_context(directory.held()):
             raise UserError(f"{directory.path} was written by another run meanwhile; retry", code="run.in_use")
         prepare(job, directory)
-
-
-@contextlib.contextmanager
-def writable(directory: RunDirectory) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = f"cannot write {directory.path} ({error.strerror}); give another --logs"
-        raise UserError(reason, code="run.not_writable") from error
 
 
 def prepare(job: Job, directory: RunDirectory) -> None:

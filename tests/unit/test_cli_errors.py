@@ -44,7 +44,7 @@ def train(*arguments):
         (train("--aug-scale", "0.5"), "cli.bad_value"),
         (train("--epochs", "0"), "config.bad_value"),
         (train("--seed", "-1"), "config.bad_value"),
-        (train("--lr", "nan"), "config.bad_value"),
+        (train("--lr", "nan"), "cli.bad_value"),
         (train("--beta1", "1.5"), "config.bad_value"),
         (train("--opt", "lion", "--eps-opt", "-1"), "config.bad_value"),
         (train("--config", "absent.toml"), "config.not_found"),

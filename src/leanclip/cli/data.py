@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from leanclip.cli.parse import parse
-from leanclip.errors import UserError, first_line
+from leanclip.errors import UserError
+from leanclip.filesystem import writing
 
 if TYPE_CHECKING:  # importing torch takes seconds, and --help does not need it
     from leanclip.data.source import Packable
@@ -228,10 +229,8 @@ def _check(command: CheckCommand) -> None:
             progress=progress,
         )
     if command.json is not None:
-        try:
+        with writing(Path(command.json), code="data.cannot_write"):
             Path(command.json).write_text(json.dumps(report, indent=1), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {command.json} ({first_line(error)})", code="data.cannot_write") from error
     _show_check(report)
     too_many = report["broken_share"] > command.threshold
     _exit_if(too_many, report["broken_share"], command.threshold, "--threshold")

@@ -20,7 +20,8 @@ from leanclip.evaluation_run import (
     joined_processes,
     open_sets,
 )
-from leanclip.filesystem import write_atomically
+from leanclip.filesystem import write_atomically, writing
+from leanclip.progress import make_console
 from leanclip.settings import common
 
 DESCRIPTION = """Evaluate a trained model: retrieval on images with captions, accuracy on images with classes.
@@ -60,7 +61,7 @@ def run(arguments: list[str]) -> None:
             message = f"cannot write {path}: no such directory: {Path(path).parent}"
             raise UserError(message, code="evaluation.not_writable")
     with joined_processes(command.settings) as config:
-        console = Console(soft_wrap=True, highlight=False, markup=False, quiet=not Ranks.current().first)
+        console = make_console(quiet=not Ranks.current().first)
         if not console.is_terminal:
             console.width = WIDTH
         sets = open_sets(config, candidate)
@@ -76,10 +77,11 @@ def run(arguments: list[str]) -> None:
             show_classes(console, results)
         for note in [note for result in results for note in _notes(result)] + sets.notes:
             console.print(note)
-        if command.json is not None:
-            write_atomically(Path(command.json), json.dumps(as_json(candidate.label, results, label), indent=1))
-        if command.csv is not None:
-            write_atomically(Path(command.csv), as_csv(results))
+        content = json.dumps(as_json(candidate.label, results, label), indent=1)
+        for path, text in ((command.json, content), (command.csv, as_csv(results))):
+            if path is not None:
+                with writing(Path(path), code="evaluation.not_writable"):
+                    write_atomically(Path(path), text)
 
 
 def show(console: Console, title: str, results: Sequence[SetResult]) -> None:

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-
 from leanclip import __version__
 from leanclip.cli.parse import parse
 from leanclip.errors import UserError
+from leanclip.filesystem import writing
 from leanclip.inference import find_model, load_model
 from leanclip.models import ModelConfig, TwoTower, create_model
 from leanclip.models.export import TOLERANCE, export_open_clip, export_transformers
+from leanclip.progress import make_console
 from leanclip.runs import RunDirectory
 from leanclip.runs.metrics import read_results
 from leanclip.runs.model_card import model_card
@@ -54,8 +54,9 @@ def run(arguments: list[str]) -> None:
         model = load_model(weights)
     else:
         model = create_model(ModelConfig(model=command.model, pretrained=str(weights)))
-    console = Console(soft_wrap=True, highlight=False)
-    with console.status("exporting and comparing") if console.is_terminal else contextlib.nullcontext():
+    console = make_console()
+    waiting = console.status("exporting and comparing") if console.is_terminal else contextlib.nullcontext()
+    with waiting, writing(out, code="export.cannot_write"):
         if command.format == "open_clip":
             exported = export_open_clip(model, out, overwrite=command.overwrite)
         else:
@@ -63,7 +64,7 @@ def run(arguments: list[str]) -> None:
     for path in exported.files:
         console.print(f"wrote {path}")
     console.print(f"loaded again: embeddings equal to {TOLERANCE:g} (largest difference {exported.difference:.1g})\n")
-    console.print(exported.load, markup=False)
+    console.print(exported.load)
 
 
 def _find_weights(source: Path, model: str | None) -> Path:

@@ -21,6 +21,7 @@ from leanclip.planning.network import NETWORKS
 from leanclip.planning.planner import USABLE, Option, Planner, share_of
 from leanclip.planning.step_prediction import PARTS, loss_memory
 from leanclip.planning.step_trace import UNTRACED
+from leanclip.progress import make_console
 from leanclip.recipes import settings_below
 from leanclip.runs import TrainConfig
 from leanclip.runs.defaults import fill, total_steps
@@ -87,9 +88,9 @@ def run(arguments: list[str]) -> None:
         description=DESCRIPTION,
         below=lambda typed: PlanCommand(settings=settings_below(typed)),
     )
-    console = Console(soft_wrap=True, highlight=False)
+    console = make_console()
     samples = parse_count(command.samples)
-    status = Console(stderr=True).status("")  # shows at a terminal what is being done
+    status = make_console(stderr=True).status("")  # shows at a terminal what is being done
     with status:
         gpu = gpu_of(command, status.update)
         config = resolved(command, samples)

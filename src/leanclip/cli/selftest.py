@@ -4,7 +4,6 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from leanclip.cli.parse import parse
@@ -14,6 +13,7 @@ from leanclip.errors import UserError
 from leanclip.losses import LOSSES
 from leanclip.losses.gradient_check import check_implementations
 from leanclip.losses.registry import spec_of
+from leanclip.progress import make_console
 from leanclip.recipes import settings_below
 from leanclip.training.rank_check import processes_selftest
 
@@ -81,7 +81,7 @@ def _compare_processes(command: SelftestCommand, processes: int) -> None:
     settings = settings_below({"recipe": command.recipe, "config": command.config})
     values = {"loss": command.loss, "device": command.device}
     settings = override(settings, {name: value for name, value in values.items() if value is not None}, "selftest")
-    batch, console = command.batch_size or max(32, processes), Console()
+    batch, console = command.batch_size or max(32, processes), make_console()
     with console.status(f"{processes} processes and one") if console.is_terminal else nullcontext():
         agreements = list(processes_selftest(settings, processes=processes, batch=batch))
     _report(
@@ -93,7 +93,7 @@ def _compare_processes(command: SelftestCommand, processes: int) -> None:
 
 def _report(title: str, headings: tuple[str, ...], rows: list[tuple[tuple[str, ...], bool]]) -> None:
     """Print a table of checks, and exit with 1 if one failed."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = make_console()
     console.width = max(console.width, 110)  # wide enough for the table where the terminal's width is unknown
     table = Table(title=title)
     for heading in (*headings, ""):

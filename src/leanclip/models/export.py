@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from leanclip.errors import UserError
+from leanclip.errors import UserError, first_line
 from leanclip.filesystem import atomic_path, put_back, remove, replace_directory, write_atomically
 from leanclip.models import transformers_clip
 from leanclip.models.build import build_model
@@ -44,12 +44,9 @@ def export_open_clip(model: TwoTower, out: Path, *, overwrite: bool = False) -> 
             code="export.exists",
         )
     weights = {name: value.detach().cpu().contiguous() for name, value in model.clip.state_dict().items()}
-    _create_directory(out.parent)
+    out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(out, suffix=out.suffix) as temporary:
-        if out.suffix == ".pt":
-            torch.save({"state_dict": weights}, temporary)
-        else:
-            save_file(weights, temporary, metadata={"format": "pt"})
+        _save(weights, temporary)
         again = build_model(out.name, model.config, temporary, model.open_clip_config()["preprocess_cfg"]).eval()
         difference = _difference(
             model, again.encode_image, lambda texts: again.encode_text(again.tokenizer(texts)), str(out)
@@ -70,7 +67,7 @@ def export_transformers(model: TwoTower, out: Path, card: Callable[[], str]) -> 
     """
     temporary = out.with_name(f".{out.name}.tmp")
     remove(temporary)  # of a process that was killed
-    _create_directory(temporary)
+    temporary.mkdir(parents=True)
     config = model.open_clip_config()
     try:
         transformers_clip.save(
@@ -129,8 +126,11 @@ def _holds(path: Path, config: dict[str, Any]) -> bool:
         return False
 
 
-def _create_directory(directory: Path) -> None:
+def _save(weights: dict[str, Tensor], path: Path) -> None:
+    if path.suffix == ".safetensors":
+        save_file(weights, path, metadata={"format": "pt"})
+        return
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot create {directory} ({error.strerror})", code="export.cannot_write") from error
+        torch.save({"state_dict": weights}, path)
+    except RuntimeError as error:  # of a full disk, without its reason
+        raise OSError(first_line(error)) from error

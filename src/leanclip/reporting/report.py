@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from leanclip.errors import UserError
-from leanclip.filesystem import write_atomically
+from leanclip.filesystem import write_atomically, writing
 from leanclip.reporting import comparison, curves, report_sections
 from leanclip.reporting.charts import COLOURS, draw
 from leanclip.reporting.report_sections import DASH, count, moment, percent, plain
@@ -34,14 +34,10 @@ def write_report(runs: Path | Sequence[Path], output: Path | None = None) -> Pat
     else:
         page, target = render("comparison.html.j2", comparison_page(data)), output
         target = target or paths[0].resolve().parent / "comparison.html"
-    try:
+    with writing(target, code="report.not_writable", remedy="give another --output"):
         target.parent.mkdir(parents=True, exist_ok=True)
         # Captions from the web may hold half a surrogate pair, which has no UTF-8 form.
         write_atomically(target, page.encode("utf-8", errors="replace"))
-    except OSError as error:
-        raise UserError(
-            f"cannot write {target} ({error.strerror}); give another --output", code="report.not_writable"
-        ) from error
     return target
 
 

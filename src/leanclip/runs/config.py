@@ -11,6 +11,7 @@ from leanclip.settings import common, setting
 
 Precision = Literal["amp_bf16", "amp_bfloat16", "amp", "fp32", "fp64"]
 TRACKERS = ("tensorboard", "wandb")
+LONGEST_NAME = 200  # bytes: file systems allow 255, and temporary names are longer
 
 
 def tracker_names(report_to: str) -> tuple[str, ...]:
@@ -114,6 +115,8 @@ class RunConfig:
                 raise ValueError(
                     f"--{epochs} (epochs) and --{steps} (steps) set the same; give one".replace("_", "-")
                 )
+        if self.name is not None and (not self.name.isprintable() or len(self.name.encode()) > LONGEST_NAME):
+            raise ValueError(f"name is {self.name[:40]!r}...; give printable text of at most {LONGEST_NAME} bytes")
         if self.max_hours is not None and not self.max_hours > 0:
             raise ValueError(f"max_hours is {self.max_hours}; it must be more than 0")
         if self.ema is not None and not 0 < self.ema < 1:

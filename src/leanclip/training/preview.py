@@ -9,6 +9,7 @@ from rich.table import Table
 from torch import Tensor
 
 from leanclip.data import Batch
+from leanclip.filesystem import atomic_path, writing
 from leanclip.runs.run_directory import RunDirectory
 from leanclip.training.setup import Job
 
@@ -26,8 +27,10 @@ def preview(job: Job, directory: RunDirectory, console: Console) -> Path:
     console.print(table)
     batch = next(job.loader.epoch(0))
     path = directory.path.with_name(f"{directory.path.name}.dry_run.png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    contact_sheet(job, batch).save(path)
+    with writing(path, code="run.not_writable", remedy="give another --logs"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path, suffix=".png") as temporary:
+            contact_sheet(job, batch).save(temporary)
     console.print(f"one augmented batch with its captions: {path}")
     return path
 

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from leanclip.checkpointing.checkpoint import Position
 from leanclip.distributed import TRAFFIC_COUNTER, compare_traffic
-from leanclip.errors import UserError
-from leanclip.filesystem import write_atomically
+from leanclip.filesystem import write_atomically, writing
+from leanclip.progress import make_console
 from leanclip.runs.health import HealthCheck
 from leanclip.runs.histograms import state_histograms
 from leanclip.runs.metrics import MetricsLog, memory
@@ -115,7 +115,7 @@ class RunOutput:
 def open_output(job: Job, directory: RunDirectory, console: Console | None) -> Iterator[RunOutput]:
     """At the end, run.json gets the status of the output. All ranks call it together."""
     log = open_log(job, directory)
-    console = Console(quiet=True) if log is None else console
+    console = make_console(quiet=True) if log is None else console
     with TrainingProgress(job.steps, job.position.step, console) as progress:
         output = RunOutput(job, directory, log, progress)
         if log is None:
@@ -140,13 +140,8 @@ def open_log(job: Job, directory: RunDirectory) -> MetricsLog | None:
 
     def open_it() -> None:
         trackers = open_trackers(job.config, directory, resume_at=resume_at)
-        try:
+        with writing(directory.metrics, code="run.not_writable", remedy="give another --logs"):
             opened.append(MetricsLog(directory.metrics, trackers, resume_at=resume_at))
-        except OSError as error:
-            raise UserError(
-                f"cannot write {directory.metrics} ({error.strerror}); choose another directory: --logs",
-                code="run.not_writable",
-            ) from error
 
     job.context.ranks.broadcast_from_first(open_it)
     return opened[0] if opened else None
