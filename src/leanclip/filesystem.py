@@ -40,7 +40,8 @@ def writing(path: Path, *, code: str, remedy: str = "write elsewhere") -> Iterat
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {path} ({first_line(error)}); {remedy}", code=code) from error
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"cannot write {path} ({reason}); {remedy}", code=code) from error
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -132,5 +132,5 @@ def _save(weights: dict[str, Tensor], path: Path) -> None:
         return
     try:
         torch.save({"state_dict": weights}, path)
-    except RuntimeError as error:  # of a full disk, without its reason
-        raise OSError(first_line(error)) from error
+    except RuntimeError as error:
+        raise OSError(f"is the disk full? {first_line(error)}") from error
