@@ -22,7 +22,7 @@ COMMANDS = {
 READ_ONLY = ["report", "safetensors", "dry run", "train"]
 
 
-def in_namespace(folder: Path, kind: str) -> list[tuple[str, int | None, str]]:
+def in_namespace(folder, kind):
     """Mount the disk, then run the commands in this process."""
     from contextlib import redirect_stderr
     from io import StringIO
@@ -31,11 +31,9 @@ def in_namespace(folder: Path, kind: str) -> list[tuple[str, int | None, str]]:
 
     def run(arguments):
         error = StringIO()
-        try:
-            with redirect_stderr(error):
-                main([word.replace("RUN", str(folder / "run")) for word in arguments])
-        except SystemExit as stop:
-            return stop.code, error.getvalue()
+        with redirect_stderr(error), pytest.raises(SystemExit) as stop:
+            main([word.replace("RUN", str(folder / "run")) for word in arguments])
+        return stop.value.code, error.getvalue()
 
     assert run([*RUN, "--logs", str(folder), "--name", "run"])[0] == 0
     Path("/mnt/disk").mkdir()
