@@ -76,7 +76,7 @@ class OpenClipCheckpoint:
         trained = {
             name: parameter
             for name, parameter in model.clip.named_parameters()
-            if parameter.requires_grad or name in ("logit_scale", "logit_bias")
+            if parameter.requires_grad or name.startswith(("logit_scale", "logit_bias", "text_decoder."))
         }
         groups = [[name for name in trained if _decays(name, trained[name]) == decays] for decays in (False, True)]
         if [len(group["params"]) for group in self.optimizer["param_groups"]] != [len(names) for names in groups]:

@@ -32,7 +32,9 @@ def create_model(
         with torch.device("meta"):
             return build_model(name, architecture, None, config.preprocess, double=double, device="meta")
     weights, preprocess = pretrained_weights(config)
-    return build_model(name, architecture, weights, preprocess | config.preprocess, double=double)
+    model = build_model(name, architecture, weights, preprocess | config.preprocess, double=double)
+    model.weights = dict.fromkeys(model.weights, config.pretrained)
+    return model
 
 
 def _with_overrides(architecture: dict[str, Any], config: ModelConfig, name: str) -> dict[str, Any]:
@@ -60,7 +62,9 @@ def _with_overrides(architecture: dict[str, Any], config: ModelConfig, name: str
 def load_model(directory: Path) -> TwoTower:
     path = directory / CONFIG_FILE
     _, config = model_config_of(str(path))
-    return build_model(str(directory), config, directory / WEIGHTS_FILE, saved_preprocessing(path))
+    model = build_model(str(directory), config, directory / WEIGHTS_FILE, saved_preprocessing(path))
+    model.weights = dict.fromkeys(model.weights, str(directory))
+    return model
 
 
 def build_model(

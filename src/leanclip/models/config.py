@@ -16,11 +16,11 @@ class ModelConfig:
     pretrained: str | None = setting(None, common=True, resume="free")
     """Initial weights: a checkpoint, a leanclip run or an open_clip tag."""
     lock_image: bool = setting(False, resume="fixed")
-    """Freeze the image tower (LiT)."""
+    """Freeze the image tower (LiT); its projection is trained."""
     lock_image_unlocked_groups: int = setting(0, resume="fixed")
     """With --lock-image: the number of its last groups of layers that are still trained."""
     lock_text: bool = setting(False, resume="fixed")
-    """Freeze the text tower."""
+    """Freeze the text tower; its projection is trained."""
     lock_text_unlocked_layers: int = setting(0, resume="fixed")
     """With --lock-text: the number of its last layers that are still trained."""
     force_image_size: int | None = None
@@ -57,8 +57,6 @@ class ModelConfig:
         return {name: value for name in names if (value := getattr(self, f"image_{name}")) is not None}
 
     def __post_init__(self) -> None:
-        if self.lock_image and self.lock_text:
-            raise ValueError("--lock-image and --lock-text together leave nothing to train; choose one")
         invalid = {
             "aug_scale": (
                 self.aug_scale and not 0 < self.aug_scale[0] <= self.aug_scale[1] <= 1,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
+from open_clip import timm_model
 from open_clip.tokenizer import SimpleTokenizer, get_clean_fn
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import CustomResidualAttentionBlock, ResidualAttentionBlock, VisionTransformer
@@ -73,6 +74,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def bad_config(path: Path, reason: object) -> UserError:
     return UserError(f"{path} is not an open_clip model config: {reason}", code="model.bad_config")
+
+
+def timm_layers(trunk: Any) -> list[list[str]]:
+    """The parameter names of each layer of a timm model, first to last."""
+    groups = timm_model.timm.models.group_parameters(trunk, trunk.group_matcher())
+    return [groups[number] for number in sorted(groups)]
 
 
 def is_model_name(name: str) -> bool:

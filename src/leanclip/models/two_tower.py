@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from leanclip.errors import UserError
 from leanclip.models.blocks import Block, adopt_blocks
 from leanclip.models.kernel_barriers import add_kernel_barriers
 from leanclip.models.open_clip_api import PreprocessCfg, VisionTransformer, image_transform_v2
 from leanclip.models.text_length import EndOfText, Texts, padding_reason, pooling, text_tower
+from leanclip.models.towers.layers import Side, TowerSummary, lock, roots, summarise, train_unfrozen
 from leanclip.models.transformer_towers import embed_images, embed_texts, normalised
 
 
@@ -21,7 +23,8 @@ class TwoTower(nn.Module):
     """An image tower and a text tower that map to unit vectors of one space, with preprocessing and tokenizer.
 
     The temperature belongs to the loss: the open_clip model's own `logit_scale` and `logit_bias` are frozen, and
-    `with_temperature` fills them in on saving.
+    `with_temperature` fills them in on saving. A CoCa model's decoder is frozen too; `untrained_decoder` is its
+    number of parameters, and 0 for other models.
     """
 
     image_mean: Tensor
@@ -31,14 +34,17 @@ class TwoTower(nn.Module):
         super().__init__()
         self.clip: Any = clip  # open_clip's classes share an interface but no base class
         self.name, self.config, self.tokenizer = name, config, tokenizer
-        self.image_locked = False
+        self.locked: list[Side] = []
+        self.weights: dict[Side, str | None] = {"image": None, "text": None}  # where they come from; None: random
         self.preprocess = PreprocessCfg(**clip.visual.preprocess_cfg)
         for name in ("mean", "std"):
             values = torch.tensor(getattr(self.preprocess, name)).view(-1, 1, 1)
             self.register_buffer(f"image_{name}", values, persistent=False)
-        for parameter in (clip.logit_scale, clip.logit_bias):
-            if parameter is not None:
-                parameter.requires_grad_(False)
+        decoder: nn.Module | None = getattr(clip, "text_decoder", None)  # of CoCa: the loss does not reach it
+        for untrained in (clip.logit_scale, clip.logit_bias, decoder):
+            if untrained is not None:
+                untrained.requires_grad_(False)
+        self.untrained_decoder = 0 if decoder is None else sum(p.numel() for p in decoder.parameters())
         self.recomputed_blocks, self.compiled = 0, False
         self.blockwise_image = _runs_by_blocks(clip.visual) and adopt_blocks(clip.visual.transformer)
         self.padding_reason = padding_reason(clip)
@@ -48,11 +54,8 @@ class TwoTower(nn.Module):
 
     def train(self, mode: bool = True) -> "TwoTower":
         super().train(mode)
-        if self.image_locked:  # open_clip would replace the batch-norm layers, and with them their keys
-            self.clip.visual.eval()
-            for module in self.clip.visual.modules():
-                if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-                    module.training = mode
+        for side in self.locked:
+            train_unfrozen(roots(self.clip, side), mode)
         return self
 
     def forward(
@@ -116,12 +119,25 @@ class TwoTower(nn.Module):
         return self.tokenizer.decode([t for t in tokens.tolist() if t not in special]).strip()  # pyright: ignore[reportFunctionMemberAccess]
 
     def lock_image(self, unlocked_groups: int = 0) -> None:
-        """Freeze the image tower except its last groups: parameters, batch-norm statistics, dropout."""
-        self.clip.lock_image_tower(unlocked_groups=unlocked_groups)
-        self.image_locked = True
+        """Freeze the trunk of the image tower except its last groups: parameters, batch-norm statistics, dropout."""
+        self._lock("image", unlocked_groups)
 
     def lock_text(self, unlocked_layers: int = 0) -> None:
-        self.clip.lock_text_tower(unlocked_layers=unlocked_layers)
+        self._lock("text", unlocked_layers)
+
+    def _lock(self, side: Side, unlocked: int) -> None:
+        lock(self.clip, side, unlocked)
+        self.locked.append(side)
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise UserError(
+                "--lock-image and --lock-text leave nothing to train: neither tower ends in a projection; unlock the"
+                " last layers of one",
+                code="model.nothing_to_train",
+            )
+
+    def summary(self) -> tuple[TowerSummary, ...]:
+        """What is trained of each tower, and where its weights come from."""
+        return tuple(summarise(self.clip, side, weights) for side, weights in self.weights.items())
 
     def checkpoint_activations(self, blocks: int | None = None) -> None:
         """Recompute each tower's first blocks (default: all) in the backward pass; only their inputs are kept.

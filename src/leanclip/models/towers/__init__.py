@@ -1,0 +1,1 @@
+"""Parts of the two towers: their layers, what is frozen, towers put together from two models."""

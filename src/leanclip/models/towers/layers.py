@@ -1,0 +1,136 @@
+"""The layers of a tower, first to last: what is locked, and what a summary of a run says about it."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from leanclip.models.open_clip_api import timm_layers
+from leanclip.models.text_length import text_tower
+
+Side = Literal["image", "text"]
+BLOCK = re.compile(r"\b(?:resblocks|layers?|blocks?|h)\.\d+\.|\blayer\d+\.\d+\.")  # the latter in CLIP's ResNets
+PROJECTION = re.compile(r"(visual\.(proj$|head\.|attnpool\.c_proj\.)|(text\.)?text_projection|text\.proj\.)")
+
+
+@dataclass(frozen=True)
+class TowerLayers:
+    """Parameter names of a tower: of the layers of its trunk, first to last, and of its projection."""
+
+    trunk: list[list[str]]
+    projection: list[str]
+
+
+def tower_layers(clip: Any, side: Side) -> TowerLayers:
+    names = [name for name, _ in clip.named_parameters() if _side(name) == side]
+    classifier = _classifier(clip.visual) if side == "image" else None
+    projection = [name for name in names if PROJECTION.match(name) or (classifier and name.startswith(classifier))]
+    trunk = [name for name in names if name not in projection]
+    if side == "image" and hasattr(clip.visual, "trunk"):
+        groups = timm_layers(clip.visual.trunk)
+        layers = [[f"visual.trunk.{name}" for name in group] for group in groups]
+        return TowerLayers([[name for name in layer if name in trunk] for layer in layers], projection)
+    return TowerLayers(_by_block(trunk), projection)
+
+
+def _side(name: str) -> str | None:
+    """A CoCa model's decoder and the temperature belong to neither."""
+    if name.startswith(("text_decoder.", "logit_")):
+        return None
+    return "image" if name.startswith("visual.") else "text"
+
+
+def _classifier(visual: Any) -> str | None:
+    """timm's classifier, where open_clip uses it as the projection."""
+    trunk = getattr(visual, "trunk", None)
+    if trunk is None or len(visual.head):
+        return None
+    return f"visual.trunk.{trunk.default_cfg.get('classifier')}."
+
+
+def _by_block(names: list[str]) -> list[list[str]]:
+    """Embeddings and what comes before the blocks, the blocks one by one; what comes after joins the last."""
+    blocks = [match.group() if (match := BLOCK.search(name)) else None for name in names]
+    order = list(dict.fromkeys(block for block in blocks if block is not None))
+    layers: list[list[str]] = [[] for _ in range(len(order) + 1)]
+    begun = False
+    for name, block in zip(names, blocks, strict=True):
+        begun = begun or block is not None
+        outside = 0 if not begun or "embed" in name else -1
+        layers[outside if block is None else order.index(block) + 1].append(name)
+    return layers
+
+
+def lock(clip: Any, side: Side, unlocked: int) -> None:
+    """Freeze the trunk of a tower except its last layers. Its projection stays trained.
+
+    `unlocked` counts as open_clip does: the projection is the last group of open_clip's own transformers.
+    """
+    trunk = tower_layers(clip, side).trunk
+    tower = clip.visual if side == "image" else text_tower(clip)
+    if hasattr(getattr(tower, "transformer", None), "resblocks"):
+        unlocked = max(0, unlocked - 1)
+    for name in (name for layer in trunk[: max(0, len(trunk) - unlocked)] for name in layer):
+        clip.get_parameter(name).requires_grad_(False)
+
+
+def roots(clip: Any, side: Side) -> list[nn.Module]:
+    """The modules that make up a tower."""
+    if side == "image" or hasattr(clip, "text"):
+        return [clip.visual if side == "image" else clip.text]
+    return [clip.transformer, clip.token_embedding, clip.ln_final]
+
+
+def train_unfrozen(modules: Iterable[nn.Module], mode: bool) -> None:
+    """Modules with frozen parameters run as in evaluation: no dropout, batch norm by its running averages."""
+    for module in modules:
+        frozen = [not parameter.requires_grad for parameter in module.parameters()]
+        if any(frozen) or not frozen:
+            module.training = False
+            train_unfrozen(module.children(), mode)
+        else:
+            module.train(mode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerSummary:
+    """What a run trains of a tower, and what it starts from."""
+
+    side: Side
+    weights: str | None  # where they come from; None if they are random
+    parameters: int
+    trained: int  # parameters
+    layers: int  # of the trunk
+    frozen_layers: int
+    projection: bool  # whether the tower ends in one, which is trained
+
+    def __str__(self) -> str:
+        start = f"weights from {self.weights}" if self.weights else "random weights"
+        trained = f"{_millions(self.trained)} of {_millions(self.parameters)} parameters trained"
+        line = f"{self.side} tower: {start}, {trained}"
+        if not self.frozen_layers:
+            return line
+        frozen = f"layers 1 to {self.frozen_layers} of {self.layers} frozen"
+        return f"{line}, {frozen}{', its projection trained' if self.projection else ''}"
+
+
+def summarise(clip: Any, side: Side, weights: str | None) -> TowerSummary:
+    layers = tower_layers(clip, side)
+    names = [*layers.projection, *(name for layer in layers.trunk for name in layer)]
+    sizes = {name: clip.get_parameter(name).numel() for name in names}
+    trained = {name for name in names if clip.get_parameter(name).requires_grad}
+    return TowerSummary(
+        side=side,
+        weights=weights,
+        parameters=sum(sizes.values()),
+        trained=sum(sizes[name] for name in trained),
+        layers=len(layers.trunk),
+        frozen_layers=sum(not trained & set(layer) for layer in layers.trunk),
+        projection=bool(layers.projection),
+    )
+
+
+def _millions(number: int) -> str:
+    return f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number:,}"

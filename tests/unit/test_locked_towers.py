@@ -1,0 +1,136 @@
+"""Locked towers: the trunk is frozen and runs as in evaluation, the projection is trained, and a summary says so."""
+
+import copy
+import json
+
+import open_clip
+import pytest
+import torch
+from tower_cases import FAMILIES, captions, model_of
+
+from leanclip.models import ModelConfig, create_model
+from leanclip.models.build import build_model
+from leanclip.models.towers.layers import tower_layers
+from refusal import refuses
+
+COCA = {
+    "embed_dim": 16,
+    "custom_text": True,
+    "vision_cfg": {"image_size": 16, "layers": 1, "width": 16, "head_width": 8, "patch_size": 8,
+                   "attentional_pool": True, "attn_pooler_heads": 2, "output_tokens": True},
+    "text_cfg": {"context_length": 12, "vocab_size": 97, "width": 16, "heads": 2, "layers": 1, "embed_cls": True,
+                 "output_tokens": True},
+    "multimodal_cfg": {"context_length": 12, "vocab_size": 97, "width": 16, "heads": 2, "layers": 1,
+                       "attn_pooler_heads": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory):
+    """A small BERT with its tokenizer, as transformers saves them."""
+    transformers = pytest.importorskip("transformers")
+    directory = tmp_path_factory.mktemp("bert")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "dog", "red", "two", *map(chr, range(97, 123))]
+    (directory / "vocab.txt").write_text("\n".join(dict.fromkeys(words)))
+    transformers.BertTokenizerFast(vocab=str(directory / "vocab.txt")).save_pretrained(directory)
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=24,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.BertModel(config).save_pretrained(directory)
+    return directory
+
+
+def hugging_face(bert, **text):
+    text = {"hf_model_name": str(bert), "hf_tokenizer_name": str(bert), "hf_proj_type": "linear",
+            "hf_pooler_type": "mean_pooler", "context_length": 12} | text  # fmt: skip
+    vision = {"image_size": 32, "timm_model_name": "test_efficientnet", "timm_pool": "", "timm_proj": "linear"}
+    return build_model("small", {"embed_dim": 12, "vision_cfg": vision, "text_cfg": text}, None, {})
+
+
+def trained(model):
+    return {name for name, parameter in model.clip.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize("family", ["clip", "a text tower of its own", "resnet", "timm", "hugging face"])
+def test_projections_of_locked_towers_are_trained(family, request):
+    model = hugging_face(request.getfixturevalue("bert")) if family == "hugging face" else model_of(*FAMILIES[family])
+    projections = {name for side in ("image", "text") for name in tower_layers(model.clip, side).projection}
+    assert len(projections) >= 2
+    model.lock_image()
+    model.lock_text()
+    assert trained(model) == projections
+    size = model.preprocess.size
+    pixels = torch.randn(4, 3, *((size, size) if isinstance(size, int) else size))
+    tokens = model.tokenizer(["a cat", "two"] * 2) if family == "hugging face" else captions(4)
+    model.train()
+    first, second = model(pixels, tokens), model(pixels, tokens)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])  # no dropout, no moving averages
+    (first[0].sum() + first[1].sum()).backward()
+    assert {name for name, parameter in model.clip.named_parameters() if parameter.grad is not None} == projections
+    summary = model.summary()
+    assert all(tower.frozen_layers == tower.layers > 0 and tower.weights is None for tower in summary)
+    assert sum(tower.trained for tower in summary) == sum(model.clip.get_parameter(p).numel() for p in projections)
+
+
+@pytest.mark.filterwarnings("ignore:Importing from timm.models.helpers")  # by open_clip
+@pytest.mark.parametrize("family", ["clip", "a text tower of its own", "timm"])
+@pytest.mark.parametrize("unlocked", [0, 1, 2, 3])
+def test_unlocked_layers_are_counted_as_open_clip_does(family, unlocked):
+    model = model_of(*FAMILIES[family])
+    theirs = copy.deepcopy(model)
+    theirs.clip.lock_image_tower(unlocked_groups=unlocked)
+    theirs.clip.lock_text_tower(unlocked_layers=unlocked)
+    projections = {name for side in ("image", "text") for name in tower_layers(model.clip, side).projection}
+    model.lock_image(unlocked)
+    model.lock_text(unlocked)
+    assert trained(model) == trained(theirs) | projections
+
+
+def test_the_last_layers_of_other_towers_can_be_unlocked(bert):
+    """open_clip's ResNets and BERT refuse that with an assertion or a KeyError."""
+    resnet, text = model_of(*FAMILIES["resnet"]), hugging_face(bert)
+    resnet.lock_image(1)
+    text.lock_text(2)
+    blocks = {name.split(".")[1] for name in trained(resnet) if name.startswith("visual.")}
+    assert blocks == {"layer4", "attnpool"}
+    layers = {name.partition(".layer.")[2][:1] for name in trained(text) if name.startswith("text.transformer.")}
+    assert layers == {"1", "2"}
+    text.train()
+    modes = {name: module.training for name, module in text.clip.text.named_modules() if name.endswith("dropout")}
+    assert not modes["transformer.embeddings.dropout"] and not modes["transformer.encoder.layer.0.output.dropout"]
+    assert modes["transformer.encoder.layer.2.output.dropout"]  # an unlocked layer trains as usual
+    assert str(text.summary()[1]).endswith("layers 1 to 2 of 4 frozen, its projection trained")
+
+
+def test_nothing_left_to_train_is_refused():
+    base, vision, text = FAMILIES["its own, no projection"]
+    vision = {"timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "none", "image_size": 160}
+    model = model_of(base | {"embed_dim": 64}, vision | {"layers": None}, text | {"width": 64})
+    model.lock_image()
+    with refuses("model.nothing_to_train", "--lock-text"):
+        model.lock_text()
+
+
+def test_the_summary_names_the_weights(tmp_path):
+    (tmp_path / "small.json").write_text(json.dumps(open_clip.get_model_config("ViT-S-32-alt")))
+    model = create_model(ModelConfig(model=str(tmp_path / "small.json")))
+    assert [tower.weights for tower in model.summary()] == [None, None]
+    torch.save(model.clip.state_dict(), tmp_path / "start.pt")
+    model = create_model(ModelConfig(model=str(tmp_path / "small.json"), pretrained=str(tmp_path / "start.pt")))
+    model.lock_image(2)
+    lines = [str(tower) for tower in model.summary()]
+    assert all(f"weights from {tmp_path}/start.pt" in line for line in lines)
+    assert "layers 1 to 12 of 13 frozen, its projection trained" in lines[0] and "frozen" not in lines[1]
+
+
+def test_the_decoder_of_coca_is_counted_and_not_trained():
+    model = build_model("coca", COCA, None, {})
+    decoder = sum(parameter.numel() for parameter in model.clip.text_decoder.parameters())
+    assert model.untrained_decoder == decoder > 0
+    assert not any(name.startswith("text_decoder") for name in trained(model))
+    assert sum(tower.parameters for tower in model.summary()) + decoder + 1 == sum(
+        parameter.numel() for parameter in model.clip.parameters()
+    )
+    assert model_of({}, {}, {}).untrained_decoder == 0
