@@ -6,6 +6,7 @@ import pytest
 import torch
 from open_clip.loss import ClipLoss, SigLipLoss
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.functional import normalize
 
 import leanclip
@@ -48,16 +49,19 @@ class Transcription:
         self.individual = name in ("isogclr", "fastclip-v2")
         self.tau = tau
 
-    def step(self, image: Tensor, text: Tensor, ids: Tensor, epoch: int):
+    def step(self, image: Tensor, text: Tensor, ids: Tensor, epoch: int, groups: Tensor):
         batch = len(ids)
         gamma = 1.0 if epoch == 0 else self.gamma
         tau = torch.tensor(self.tau, requires_grad=True)
-        surrogate, log_u, log_norm, slope = torch.zeros(()), [], [], torch.zeros(())
+        surrogate, penalty, slope = 0 * (image + text).sum(), 0.0, 0 * tau
         for side, (anchors, others) in enumerate(((image, text), (text, image))):
             similarity = anchors @ others.T
             for i, sample in enumerate(ids.tolist()):
                 own = torch.tensor(self.taus[side].get(sample, self.tau)) if self.individual else tau
-                exponent = torch.stack([(similarity[i, j] - similarity[i, i]) / own for j in range(batch) if j != i])
+                negatives = [j for j in range(batch) if groups[j] != groups[i]]
+                if not negatives:
+                    continue
+                exponent = torch.stack([(similarity[i, j] - similarity[i, i]) / own for j in negatives])
                 g = exponent.exp().mean()
                 old = self.u[side].get(sample)
                 value = g.item()
@@ -66,26 +70,20 @@ class Transcription:
                 c = own.item() if self.name == "fastclip-v3" else 1.0
                 surrogate = surrogate + 0.5 * c * g / (EPS + u) / batch
                 slope = slope + g / (EPS + u) / batch
-                log_u.append(math.log(u))
-                log_norm.append(math.log(EPS + u))
+                penalty += (self.rho + math.log(EPS + u if self.exact else u)) / (2 * batch)
                 if self.individual:
                     weighted = (exponent.exp() * exponent).mean().item()
                     gradient = -weighted / (EPS + u) + math.log(EPS + u) + self.rho
                     self.adam(side, sample, min(max(gradient, -5), 5), own.item(), epoch)
         grads = torch.autograd.grad(surrogate, (image, text), retain_graph=True)
-        return grads, self.temperature_gradient(slope, tau, log_u, log_norm)
+        return grads, self.temperature_gradient(slope, tau, penalty)
 
-    def temperature_gradient(self, slope, tau, log_u, log_norm):
+    def temperature_gradient(self, slope, tau, penalty):
         if self.name not in ("fastclip-v0", "fastclip-v3"):
             return None
         (prime,) = torch.autograd.grad(slope, tau)
-        if self.name == "fastclip-v0":
-            gradient = prime
-        elif self.exact:
-            gradient = 0.5 * self.tau * prime + self.rho + sum(log_norm) / len(log_norm)
-        else:
-            gradient = self.tau * prime + self.rho + sum(log_u) / len(log_u)
-        return -self.tau * gradient  # for log(1/tau)
+        factor = {"fastclip-v0": 1.0, "fastclip-v3": 0.5 * self.tau if self.exact else self.tau}[self.name]
+        return -self.tau * (factor * prime + (penalty if self.name == "fastclip-v3" else 0.0))  # for log(1/tau)
 
     def adam(self, side, sample, gradient, tau, epoch):
         first, second = (0.9, 0.99)
@@ -103,9 +101,15 @@ FORMS = [(name, {}) for name in GLOBAL]
 FORMS += [("fastclip-v3", {"tau_gradient": "exact"}), ("fastclip-v2", {"tau_adam": "visits"})]
 
 
+def some_groups(step: int, batch: int = BATCH) -> Tensor:
+    """Few, so that anchors have different numbers of negatives; in every fourth step nobody has one."""
+    return torch.zeros(batch, dtype=torch.int64) if step % 4 == 3 else torch.arange(batch) ** 2 % (4 + step)
+
+
+@pytest.mark.parametrize("extra", ["", "groups"])
 @pytest.mark.parametrize("implementation", ["reference", "tiled"])
 @pytest.mark.parametrize(("name", "form"), FORMS)
-def test_gradients_equal_the_transcription_over_revisits(name, form, implementation):
+def test_gradients_equal_the_transcription_over_revisits(name, form, implementation, extra):
     plain = Transcription(name, exact="tau_gradient" in form, visits="tau_adam" in form)
     hyper = {"tau": 0.2, "gamma_schedule": "constant", "gamma_min": 0.3, "implementation": implementation} | form
     if plain.individual:
@@ -118,20 +122,22 @@ def test_gradients_equal_the_transcription_over_revisits(name, form, implementat
         image, text, ids = embeddings(step)
         epoch = step // 3
         loss.set_epoch(epoch, 3)
+        groups = some_groups(step) if extra else None
         loss.zero_grad()
-        loss(image, text, ids).loss.backward()
-        expected, slope = plain.step(image, text, ids, epoch)
+        loss(image, text, ids, groups=groups).loss.backward()
+        expected, slope = plain.step(image, text, ids, epoch, torch.arange(BATCH) if groups is None else groups)
         assert_close((image.grad, text.grad), expected, rtol=1e-8, atol=1e-12)
         if slope is not None:
             found = next(loss.parameters()).grad
             assert found is not None and found.item() == pytest.approx(float(slope), rel=1e-8)
         for number, side in enumerate(("image", "text")):
-            u = torch.tensor([plain.u[number][i] for i in ids.tolist()])
-            assert torch.allclose(loss.state.get_buffer(f"log_u_{side}")[ids], u.log(), rtol=1e-8)
+            u = torch.tensor([plain.u[number].get(i, 0.0) for i in range(SAMPLES)])
+            assert torch.allclose(loss.state.get_buffer(f"log_u_{side}"), u.log(), rtol=1e-8)
             if plain.individual:
-                tau = torch.tensor([plain.taus[number][i] for i in ids.tolist()])
-                assert torch.allclose(loss.state.get_buffer(f"tau_{side}")[ids], tau, rtol=1e-8)
-    assert any(len(visited) == SAMPLES for visited in plain.u)  # every sample was visited, so many of them twice
+                tau = torch.tensor([plain.taus[number].get(i, plain.tau) for i in range(SAMPLES)])
+                assert torch.allclose(loss.state.get_buffer(f"tau_{side}"), tau, rtol=1e-8)
+        assert int(loss.state.visited) == len(plain.u[0])
+    assert len(plain.u[0]) > 0.9 * SAMPLES  # so many of them were visited twice
 
 
 def test_v1_with_the_batch_normaliser_is_infonce():
@@ -198,18 +204,34 @@ def test_parameter_gradients_equal_finite_differences(name):
         assert parameter.grad.item() == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6)
 
 
-def test_groups_are_not_each_others_negatives():
-    image, text, _ = embeddings(4, batch=6)
-    groups = torch.tensor([0, 1, 1, 2, 3, 4])
-    scores = image @ text.T / 0.1
-    left_out = (groups[:, None] == groups[None, :]) & ~torch.eye(6, dtype=torch.bool)
-    scores = scores.masked_fill(left_out, -torch.inf)
-    target = torch.arange(6)
-    entropy = torch.nn.functional.cross_entropy
-    right = 0.5 * (entropy(scores, target) + entropy(scores.T, target))
-    found = leanclip.create_loss("infonce", tau=0.1)(image, text, groups=groups).loss
+def written_objective(name: str, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, groups: Tensor) -> Tensor:
+    """The objective of a loss without state, term by term."""
+    batch, scores, terms = len(groups), image @ text.T * scale, []
+    for i in range(batch):
+        others = [j for j in range(batch) if groups[j] != groups[i]]
+        if name == "siglip":
+            negatives = [-F.logsigmoid(-(scores[i, j] + bias)) for j in others]
+            terms.append(sum(negatives) - F.logsigmoid(scores[i, i] + bias))
+        for row in (scores[i], scores[:, i]) if name != "siglip" and others else ():
+            terms.append(0.5 * (1 + torch.stack([(row[j] - row[i]).exp() for j in others]).sum()).log())
+    return torch.stack(terms).sum() / batch if terms else 0 * scores.sum()
+
+
+@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("name", ["infonce", "siglip"])
+def test_losses_without_state_equal_their_written_objective(name, step):
+    image, text, _ = embeddings(step)
+    loss, groups = leanclip.create_loss(name, tau=0.1), some_groups(step)
+    scale, bias = torch.tensor(10.0, requires_grad=True), torch.tensor(-10.0, requires_grad=True)
+    right = written_objective(name, image, text, scale, bias, groups)
+    found = loss(image, text, groups=groups).loss
     assert found.item() == pytest.approx(right.item(), rel=1e-12)
-    assert_close(torch.autograd.grad(found, (image, text)), torch.autograd.grad(right, (image, text)))
+    by_embedding = torch.autograd.grad(right, (image, text, scale), retain_graph=True)
+    expected = (*by_embedding[:2], by_embedding[2] * 10)  # for log(1/tau)
+    if name == "siglip":
+        expected = (*expected, *torch.autograd.grad(right, bias))
+    parameters = sorted(loss.parameters(), key=lambda parameter: -parameter.item())  # log(1/tau) > bias
+    assert_close(torch.autograd.grad(found, (image, text, *parameters)), expected, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

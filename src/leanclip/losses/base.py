@@ -111,7 +111,7 @@ class ContrastiveLoss(nn.Module):
 
         The losses with a state per sample need the ids. `text_ids` gives captions a state of their own instead of
         their image's. Samples with the same number in `groups` (several captions of one image in a batch) are not
-        each other's negatives.
+        each other's negatives; a sample without negatives contributes nothing and leaves its state.
         """
         if image_features.ndim != 2 or image_features.shape != text_features.shape:
             shapes = f"{(*image_features.shape,)} and {(*text_features.shape,)}"

@@ -1,6 +1,6 @@
 """The exponential losses: InfoNCE, SogCLR, iSogCLR and FastCLIP v0 to v3, on the engine's two operations.
 
-They share one step (docs/algorithm.md derives it), with l_ij = (s_ij - s_ii) / tau_i over the B - 1 negatives j:
+They share one step (docs/algorithm.md derives it), with l_ij = (s_ij - s_ii) / tau_i over the negatives j:
 
     1. statistics   log g_i, g_i = mean_j exp(l_ij), and the mean of l under that softmax, in both directions
     2. normaliser   norm_i: eps + running estimate of g_i (InfoNCE: the batch's own sum)
@@ -79,7 +79,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def compute(
         self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None, groups: Tensor | None
     ) -> LossOutput:
-        image, text, batch = local.image, local.text, local.batch
+        image, text = local.image, local.text
         ids = self._ids(sample_ids, text_ids, local)
         implementation, engine = ops.implementation(self.implementation, image)
 
@@ -90,13 +90,16 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             # 1. statistics
             matrix = Similarities(engine, local, inverse, local.groups(groups))
             log_sum, mean, positive = matrix.statistics()
-            logit = positive * inverse
-            log_g = log_sum - (logit + math.log(max(batch - 1, 1)))
+            logit, log_negatives = positive * inverse, matrix.log_negatives()
+            log_g = log_sum - (logit + log_negatives)
             mean_l = (mean - positive) * inverse
             # 2. normaliser
             shift = self._shift(matrix, logit, inverse, stored)
-            log_norm, log_u = self.normalizer(log_g, stored.get("log_u"), self.shares.value, shift)
-            anchors = Anchors(tau, log_g, mean_l, log_norm, log_u, (log_g - log_norm).exp())
+            old = stored.get("log_u")
+            log_norm, log_u = self.normalizer(log_g, log_negatives, old, self.shares.value, shift)
+            weight = None if matrix.negatives is None else (matrix.negatives > 0).to(log_g.dtype)
+            ratio = (log_g - log_norm).exp()
+            anchors = Anchors(tau, log_g, mean_l, log_norm, log_u, ratio, log_negatives, weight)
             # 3. temperature and state
             slopes = self._update(anchors, shift, stored, ids)
             # 4. gradients: the weights now, the products in the backward pass
@@ -163,7 +166,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         """eps_form="published": the largest exponent of an anchor so far, by which its estimate is shifted."""
         if "shift" not in stored:
             return None
-        largest = torch.stack([ops.row_maxima(*matrix.gathered), ops.row_maxima(*matrix.gathered[::-1])])
+        (images, texts), groups = matrix.gathered, matrix.all_groups
+        largest = torch.stack([ops.row_maxima(images, texts, groups), ops.row_maxima(texts, images, groups)])
         return torch.maximum(stored["shift"], largest * inverse - logit)
 
     def _update(
@@ -180,7 +184,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 values["shift"] = shift
             if isinstance(self.temperature_rule, IndividualTemperature):
                 values |= self.temperature_rule.update(self.state, ids, anchors)
-            self.state.write(ids, values, first_visits=stored["log_u"][0].isneginf())
+            first_visits = stored["log_u"][0].isneginf() & ~anchors.log_u[0].isneginf()
+            self.state.write(ids, values, first_visits=first_visits)
         if self.temperature_gradient is None:
             return []
         assert isinstance(self.temperature_rule, GlobalTemperature)
@@ -192,17 +197,16 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         The positive's is minus the sum over the negatives of both directions.
         """
         batch = logit.shape[-1]
-        log_share = -math.log(2 * batch * max(batch - 1, 1))
+        log_share = -(anchors.log_negatives + math.log(2 * batch))
         if self.weight_by_tau:
             return log_share - (anchors.log_norm + logit), anchors.ratio.sum(0) / (-2 * batch)
         log_weight = (inverse.log() + log_share) - (anchors.log_norm + logit)
         return log_weight, (anchors.ratio * inverse).sum(0) / (-2 * batch)
 
     def _metrics(self, anchors: Anchors, implementation: str) -> Metrics:
-        log_negatives = math.log(max(anchors.log_g.shape[1] - 1, 1))
         metrics: dict[str, Metric] = {
             "tau": lambda: anchors.tau.mean(),
-            "effective_negatives": lambda: (anchors.log_g + log_negatives - anchors.mean_l).exp().mean(),
+            "effective_negatives": lambda: (anchors.log_g + anchors.log_negatives - anchors.mean_l).exp().mean(),
             "implementation": implementation,
         }
         state = self.state

@@ -13,27 +13,35 @@ from torch import Tensor
 from leanclip.losses.config import LossConfig
 from leanclip.ops.reference import softplus
 
-# (log g, log u, shares of old and new, shift) -> (log norm, new log u)
-Normalizer = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+# (log g, log of the number of negatives, log u, shares of old and new, shift) -> (log norm, new log u)
+Normalizer = Callable[[Tensor, Tensor | float, Tensor | None, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
-def batch_sum(log_g: Tensor, log_u: Tensor | None, shares: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor]:
-    """InfoNCE: (1 + (B-1) g) / (B-1), the softmax's denominator. It stores nothing."""
-    log_negatives = math.log(max(log_g.shape[1] - 1, 1))
+def batch_sum(
+    log_g: Tensor, log_negatives: Tensor | float, log_u: Tensor | None, shares: Tensor, shift: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """InfoNCE: (1 + n g) / n with n negatives, the softmax's denominator. It stores nothing."""
     return softplus(log_g + log_negatives) - log_negatives, log_g
 
 
 def running_estimate(
-    eps: float, log_g: Tensor, log_u: Tensor | None, shares: Tensor, shift: Tensor | None
+    eps: float,
+    log_g: Tensor,
+    log_negatives: Tensor | float,
+    log_u: Tensor | None,
+    shares: Tensor,
+    shift: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """eps + u with u <- (1 - gamma) u + gamma g; u = g on a sample's first visit, before which log u is -inf.
 
-    With a `shift` it is eps exp(shift) + u.
+    An anchor without negatives leaves u: its log g is -inf. With a `shift` it is eps exp(shift) + u.
     """
     assert log_u is not None
     log_keep, log_add = shares.log().unbind()
     averaged = torch.logaddexp(log_u + log_keep, log_g + log_add)
     updated = torch.where(log_u.isneginf(), log_g, averaged)
+    if isinstance(log_negatives, Tensor):
+        updated = torch.where(log_g.isneginf(), log_u, updated)
     log_eps = torch.full_like(updated, math.log(eps)) if shift is None else math.log(eps) + shift
     return torch.logaddexp(updated, log_eps), updated
 

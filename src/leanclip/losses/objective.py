@@ -3,7 +3,6 @@
 The values are for the log: the gradients for the embeddings do not come from them.
 """
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -22,6 +21,17 @@ class Anchors(NamedTuple):
     log_norm: Tensor  # (2, B) log of what g is divided by: log(eps + u), or the batch's own
     log_u: Tensor  # (2, B) the running estimate after the update
     ratio: Tensor  # (2, B) g / norm
+    log_negatives: Tensor | float  # log of how many negatives an anchor has; (B,) where groups leave some out
+    weight: Tensor | None  # (B,) of a pair in every mean over the batch: 0 without negatives. None: all have 1
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Over the batch and both directions, weighted."""
+        if self.weight is None:
+            return values.mean()
+        return torch.where(self.weight > 0, values * self.weight, 0.0).mean()
+
+    def mean_weight(self) -> Tensor | float:
+        return 1.0 if self.weight is None else self.weight.mean()
 
     def finite_log_u(self) -> Tensor:
         """log u, or the normaliser's floor log(eps) for an anchor that never had a negative."""
@@ -34,12 +44,12 @@ class Anchors(NamedTuple):
 
 def infonce(anchors: Anchors) -> Tensor:
     """Cross-entropy in both directions: the mean of log(1 + (B-1) g)."""
-    return anchors.log_norm.mean() + math.log(max(anchors.log_g.shape[1] - 1, 1))
+    return anchors.mean(anchors.log_norm + anchors.log_negatives)
 
 
 def gcl(anchors: Anchors) -> Tensor:
     """Global contrastive loss: tau mean_i[log(eps + u1) + log(eps + u2)]."""
-    return 2 * anchors.tau * anchors.log_norm.mean()
+    return 2 * anchors.tau * anchors.mean(anchors.log_norm)
 
 
 def rgcl(rho: float, anchors: Anchors) -> Tensor:
@@ -47,17 +57,17 @@ def rgcl(rho: float, anchors: Anchors) -> Tensor:
 
     With one global tau this is RGCL-g.
     """
-    return 2 * (anchors.tau * (anchors.log_norm + rho)).mean()
+    return 2 * anchors.mean(anchors.tau * (anchors.log_norm + rho))
 
 
 def plain_gradient(factor: float, anchors: Anchors) -> Tensor:
     """d/dlog(1/tau) of factor * mean_i[g1/norm1 + g2/norm2], norms constant: InfoNCE (1/2), fastclip-v0 (1)."""
-    return 2 * factor * anchors.slope().mean()
+    return 2 * factor * anchors.mean(anchors.slope())
 
 
 def robust_gradient(rho: float, form: Literal["published", "exact"], anchors: Anchors) -> Tensor:
     """fastclip-v3: d/dlog(1/tau) of half the RGCL-g objective. `published` counts the first term twice."""
-    slope = anchors.slope().mean()
+    slope, penalty = anchors.mean(anchors.slope()), rho * anchors.mean_weight()
     if form == "exact":
-        return anchors.tau * (slope - rho - anchors.log_norm.mean())
-    return anchors.tau * (2 * slope - rho - anchors.finite_log_u().mean())
+        return anchors.tau * (slope - penalty - anchors.mean(anchors.log_norm))
+    return anchors.tau * (2 * slope - penalty - anchors.mean(anchors.finite_log_u()))

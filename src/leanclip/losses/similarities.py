@@ -1,8 +1,12 @@
 """The similarities of a global batch, of which each rank computes its own rows: where the engine meets the ranks.
 
+With groups, the negatives of an anchor are counted: all its means are over those that remain.
+
 One process computes each similarity once for both directions. Of several, each compares its own images with all texts
 and its own texts with all images; they exchange the embeddings and five numbers per sample, never a gradient.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -19,6 +23,21 @@ class Similarities:
         self.local = local._replace(image=local.image.detach(), text=local.text.detach())
         self.gathered = local.gathered()  # all image and all text embeddings
         self.scales = (scale, scale) if scale.ndim == 0 else scale.unbind()
+        # (B,) how many negatives an anchor has, in both directions alike; None where all have B - 1.
+        self.negatives = None if groups is None and local.batch > 1 else self._count_negatives()
+
+    def _count_negatives(self) -> Tensor:
+        if self.all_groups is None:
+            return torch.zeros(1, dtype=torch.int64, device=self.local.image.device)
+        ordered = self.all_groups.sort().values
+        first, end = (torch.searchsorted(ordered, self.all_groups, right=right) for right in (False, True))
+        return self.local.batch - (end - first)
+
+    def log_negatives(self) -> Tensor | float:
+        """0 for an anchor without negatives."""
+        if self.negatives is None:
+            return math.log(self.local.batch - 1)
+        return self.negatives.clamp_min(1).to(ops.accumulator_dtype(self.local.image.dtype)).log()
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of all anchors: log-sum-exp and mean similarity over the negatives, (2, B), and the positives', (B,)."""

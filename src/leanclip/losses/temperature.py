@@ -120,4 +120,8 @@ class IndividualTemperature(nn.Module):
         v = torch.lerp(gradient * gradient, old["tau_v"], second)
         step = (m / first_correction) / ((v / second_correction).sqrt() + self.eps)
         tau = (anchors.tau - self.lr_tau * step).clamp(self.tau_min, self.tau_max)
-        return values | {"tau": tau, "tau_m": m, "tau_v": v}
+        values |= {"tau": tau, "tau_m": m, "tau_v": v}
+        if anchors.weight is None:
+            return values
+        old["tau"] = anchors.tau
+        return {name: torch.where(anchors.weight > 0, value, old[name]) for name, value in values.items()}

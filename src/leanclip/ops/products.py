@@ -2,7 +2,7 @@
 
 similarities(rows, cols, out)      out = rows @ cols.T
 accumulate(out, weights, factors)  out += weights @ factors
-row_maxima(rows, cols)             (rows @ cols.T).amax(1)
+row_maxima(rows, cols, groups)     (rows @ cols.T).amax(1)
 """
 
 import torch
@@ -50,8 +50,13 @@ def accumulate(out: Tensor, weights: Tensor, factors: Tensor, *, fresh: bool = F
 
 
 @torch.no_grad()
-def row_maxima(rows: Tensor, cols: Tensor) -> Tensor:
-    """The largest similarity of each row, a tile at a time."""
+def row_maxima(rows: Tensor, cols: Tensor, groups: Tensor | None = None) -> Tensor:
+    """The largest similarity of each row, a tile at a time; -inf where all columns are of the row's group."""
     dtype = accumulator_dtype(rows.dtype)
-    columns = cols.to(dtype)
-    return torch.cat([(tile.to(dtype) @ columns.T).amax(1) for tile in rows.split(MAXIMA_ROWS)])
+    columns, maxima = cols.to(dtype), []
+    for start in range(0, len(rows), MAXIMA_ROWS):
+        tile = rows[start : start + MAXIMA_ROWS].to(dtype) @ columns.T
+        if groups is not None:
+            tile.masked_fill_(groups[start : start + MAXIMA_ROWS, None] == groups, -torch.inf)
+        maxima.append(tile.amax(1))
+    return torch.cat(maxima)
