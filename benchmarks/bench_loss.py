@@ -29,7 +29,7 @@ import leanclip
 from leanclip.errors import first_line
 
 RESULTS = Path(__file__).parent / "results"
-OPERATIONS = {"infonce": 8, "siglip": 6, "fastclip-v2": 8, "fastclip-v3": 8}
+OPERATIONS = {"infonce": 8, "dcl": 8, "siglip": 6, "fastclip-v2": 8, "fastclip-v3": 8}
 Step = Callable[[], Any]
 
 

@@ -27,8 +27,7 @@ def run(name, hyper, ranks, total=BATCH):
     """The last step's loss and gradients of this rank's share, and the state after all steps."""
     hyper = dict(hyper)
     grouped = hyper.pop("groups", False)
-    stateful = name not in ("infonce", "siglip")
-    loss = leanclip.create_loss(name, num_samples=SAMPLES if stateful else None, tau=0.1, **hyper)
+    loss = leanclip.create_loss(name, num_samples=SAMPLES, tau=0.1, **hyper)
     share = ranks.share(total)
     results: dict[str, Any] = {}
     for step in range(STEPS):

@@ -66,8 +66,7 @@ def run(case, ranks, folder):
     model = small_vit(folder, **({"patch_dropout": 0.5} if case.extra == "dropout" else {})).to(dtype).train()
     if case.extra == "checkpointing":
         model.checkpoint_activations()
-    stateful = case.loss not in ("infonce", "siglip")
-    loss = leanclip.create_loss(case.loss, num_samples=SAMPLES if stateful else None, tau=0.1).to(dtype)
+    loss = leanclip.create_loss(case.loss, num_samples=SAMPLES, tau=0.1).to(dtype)
     device = torch.device("cpu")
     if case.wrap == "fsdp" and ranks.group is not None:
         towers = wrap_fsdp(model, ranks, device, methods=("encode_image", "encode_text"))

@@ -217,6 +217,8 @@ def test_bad_ids_are_refused(ids, code, words):
         ("infonce", {"tau": -1.0}, "loss.bad_value", "tau is -1.0"),
         ("infonce", {"tau_min": 0.5, "tau_max": 0.1}, "loss.bad_value", "tau_min 0.5"),
         ("infonce", {"tau": 2.0}, "loss.bad_value", "tau_max 1.0"),
+        ("dcl", {"learn_tau": False, "lr_tau": 1e-3}, "loss.bad_value", "leave lr_tau out"),
+        ("fastclip-v3", {"num_samples": 3, "learn_tau": False}, "loss.unknown_hyper_parameter", "'learn_tau'"),
     ],
 )
 def test_bad_arguments_are_refused(name, arguments, code, words):

@@ -152,6 +152,30 @@ def test_v1_with_the_batch_normaliser_is_infonce():
     assert_close(gradients, expected, rtol=1e-12, atol=1e-15)
 
 
+def test_v1_without_memory_is_dcl():
+    image, text, ids = embeddings(0)
+    v1, dcl = (
+        leanclip.create_loss("fastclip-v1", num_samples=SAMPLES, tau=0.07),
+        leanclip.create_loss("dcl", tau=0.07),
+    )
+    v1.set_epoch(0, 1)
+    gradients = torch.autograd.grad(v1(image, text, ids).loss, (image, text))
+    assert_close(gradients, torch.autograd.grad(dcl(image, text).loss, (image, text)), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["infonce", "dcl"])
+def test_a_constant_temperature_changes_no_other_gradient(name):
+    image, text, _ = embeddings(1)
+    learned, constant = (leanclip.create_loss(name, tau=0.05, learn_tau=learn) for learn in (True, False))
+    gradients, expected = (torch.autograd.grad(loss(image, text).loss, (image, text)) for loss in (constant, learned))
+    assert_close(gradients, expected, rtol=1e-12, atol=1e-15)
+    assert constant.param_groups() == [] and list(constant.parameters()) == [] and len(learned.param_groups()) == 1
+    assert constant.temperature().item() == 0.05
+    restored = leanclip.create_loss(name, learn_tau=False)
+    restored.load_state_dict(constant.state_dict())
+    assert restored.temperature().item() == 0.05
+
+
 def assert_close(tensors, expected, rtol=1e-9, atol=1e-14):
     for tensor, value in zip(tensors, expected, strict=True):
         assert torch.allclose(tensor, value, rtol=rtol, atol=atol)
@@ -175,7 +199,7 @@ def test_value_and_gradients_equal_open_clips(name, batch):
     assert_close(gradients, torch.autograd.grad(theirs, (image, text, log_scale, bias)[: 2 + len(names)]))
 
 
-@pytest.mark.parametrize("name", ["infonce", "siglip"])
+@pytest.mark.parametrize("name", ["infonce", "dcl", "siglip"])
 @pytest.mark.parametrize("implementation", ["reference", "tiled"])
 def test_gradcheck(name, implementation):
     image, text, _ = embeddings(2, batch=7)
@@ -188,7 +212,7 @@ def test_gradcheck(name, implementation):
     assert torch.autograd.gradcheck(value, (image, text))
 
 
-@pytest.mark.parametrize("name", ["infonce", "siglip"])
+@pytest.mark.parametrize("name", ["infonce", "dcl", "siglip"])
 def test_parameter_gradients_equal_finite_differences(name):
     image, text, _ = embeddings(3)
     loss = leanclip.create_loss(name, tau=0.3)
@@ -213,12 +237,13 @@ def written_objective(name: str, image: Tensor, text: Tensor, scale: Tensor, bia
             negatives = [-F.logsigmoid(-(scores[i, j] + bias)) for j in others]
             terms.append(sum(negatives) - F.logsigmoid(scores[i, i] + bias))
         for row in (scores[i], scores[:, i]) if name != "siglip" and others else ():
-            terms.append(0.5 * (1 + torch.stack([(row[j] - row[i]).exp() for j in others]).sum()).log())
+            total = torch.stack([(row[j] - row[i]).exp() for j in others]).sum()
+            terms.append(0.5 * (total if name == "dcl" else 1 + total).log())
     return torch.stack(terms).sum() / batch if terms else 0 * scores.sum()
 
 
 @pytest.mark.parametrize("step", range(4))
-@pytest.mark.parametrize("name", ["infonce", "siglip"])
+@pytest.mark.parametrize("name", ["infonce", "dcl", "siglip"])
 def test_losses_without_state_equal_their_written_objective(name, step):
     image, text, _ = embeddings(step)
     loss, groups = leanclip.create_loss(name, tau=0.1), some_groups(step)
@@ -241,8 +266,7 @@ def test_the_lowest_temperature_with_antipodal_embeddings_stays_finite(name, dty
     axis = normalize(torch.ones(8), dim=0)
     signs = torch.tensor([1.0, -1.0] * 8)[:, None]
     batches = [(signs * axis, -signs * axis), (signs * axis, signs * axis), (-signs * axis, axis.expand(16, 8))]
-    stateful = name not in ("infonce", "siglip")
-    loss = leanclip.create_loss(name, num_samples=16 if stateful else None, tau=0.01)
+    loss = leanclip.create_loss(name, num_samples=16, tau=0.01)
     for step, (image, text) in enumerate(batches * 2):
         image, text = image.to(dtype).requires_grad_(), text.to(dtype).contiguous().requires_grad_()
         loss.set_epoch(step // 2, 3)

@@ -55,7 +55,7 @@ class FakeGraph:
 def trained(name, *, graphed, broken=(), scale=None):
     """A model, its loss and the values of it after some steps of changing gamma, ids and caption lengths."""
     model = model_of(*FAMILIES["clip"]).double().train()
-    loss = leanclip.create_loss(name, num_samples=SAMPLES if name not in ("infonce", "siglip") else None).double()
+    loss = leanclip.create_loss(name, num_samples=SAMPLES).double()
     optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.05)
     autocast = torch.autocast("cpu", enabled=False)
     graphs = CudaGraphs(model, autocast, lambda *given: FakeGraph(loss)(*given)) if graphed else None

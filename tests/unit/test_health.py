@@ -22,6 +22,7 @@ def warnings(loss, metrics, logged=3 * STEPS_BEFORE_WARNING):
         ("infonce", {"loss": math.log(128)}, ["distinguish", "--dry-run"]),
         ("fastclip-v1", {"log_u_mean": 0.001, "gamma": 1.0}, ["distinguish"]),
         ("fastclip-v3", {"log_u_mean": -3.0, "tau": 0.01}, ["at its clamp", "--rho"]),
+        ("dcl", {"loss": math.log(128)}, ["distinguish"]),
         ("infonce", {"tau": 1.0}, ["at its clamp"]),
         ("fastclip-v3", {"log_u_mean": -3.0, "estimate_gap": 3.0, "gamma": 0.2}, ["lag 3.0 nats", "--gamma-min"]),
         ("fastclip-v2", {"log_u_mean": -3.0, "tau": 0.01}, ["at its clamp", "--rho"]),

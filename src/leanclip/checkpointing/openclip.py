@@ -10,6 +10,7 @@ from torch.optim import AdamW, Optimizer
 from leanclip.distributed import shard_like
 from leanclip.errors import UserError
 from leanclip.losses import ContrastiveLoss
+from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower, read_torch_file
 from leanclip.optim.loss_scale import LossScale
 
@@ -63,7 +64,7 @@ class OpenClipCheckpoint:
         if scale.grows and self.scaler:
             scale.value, scale.good_steps = float(self.scaler["scale"]), int(self.scaler["_growth_tracker"])
             loaded.append("the loss scale")
-        fresh = "" if loss.name in SAME_GRADIENT else f"; {loss.name} starts with new per-sample state"
+        fresh = f"; {loss.name} starts with new per-sample state" if spec_of(loss.name).running else ""
         return f"from {self.path}: {', '.join(loaded)}{skipped}{fresh}"
 
     def _moments(self, model: TwoTower, loss: ContrastiveLoss) -> dict[str, dict[str, Tensor]] | None:
@@ -81,7 +82,9 @@ class OpenClipCheckpoint:
         groups = [[name for name in trained if _decays(name, trained[name]) == decays] for decays in (False, True)]
         if [len(group["params"]) for group in self.optimizer["param_groups"]] != [len(names) for names in groups]:
             return None
-        loss_names = {"logit_scale": "log_inv_tau", "logit_bias": "bias"} if loss.name in SAME_GRADIENT else {}
+        learned = {name.rpartition(".")[2] for name, _ in loss.named_parameters()}
+        same = {"logit_scale": "log_inv_tau", "logit_bias": "bias"} if loss.name in SAME_GRADIENT else {}
+        loss_names = {name: ours for name, ours in same.items() if ours in learned}
         moments: dict[str, dict[str, Tensor]] = {}
         for index, name in enumerate(groups[0] + groups[1]):
             values = self.optimizer["state"].get(index)

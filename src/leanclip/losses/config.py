@@ -26,6 +26,8 @@ class LossConfig:
     """Lower clamp of the temperature (0.01)."""
     tau_max: float | None = None
     """Upper clamp of the temperature (1)."""
+    learn_tau: bool | None = setting(None, resume="fixed_unless_reset")
+    """infonce, dcl: False keeps the temperature constant."""
     lr_tau: float | None = None
     """Learning rate of the temperature."""
     rho: float | None = None

@@ -1,9 +1,9 @@
-"""The exponential losses: InfoNCE, SogCLR, iSogCLR and FastCLIP v0 to v3, on the engine's two operations.
+"""The exponential losses: InfoNCE, DCL, SogCLR, iSogCLR and FastCLIP v0 to v3, on the engine's two operations.
 
 They share one step (docs/algorithm.md derives it), with l_ij = (s_ij - s_ii) / tau_i over the negatives j:
 
     1. statistics   log g_i, g_i = mean_j exp(l_ij), and the mean of l under that softmax, in both directions
-    2. normaliser   norm_i: eps + running estimate of g_i (InfoNCE: the batch's own sum)
+    2. normaliser   norm_i: eps + running estimate of g_i (InfoNCE, DCL: the batch's own)
     3. temperature  the gradient of tau, or its update
     4. gradients    of 1/2 mean_i c [g1_i / norm1_i + g2_i / norm2_i] with the norms constant, in the backward pass
 

@@ -1,6 +1,6 @@
 """The normaliser of an anchor's weights, and gamma, the share of the newest batch in a running estimate.
 
-Both normalisers take log g, the log of the mean over the negatives of exp((s_ij - s_ii) / tau_i); linear space would
+The normalisers take log g, the log of the mean over the negatives of exp((s_ij - s_ii) / tau_i); linear space would
 overflow float32 at tau = 0.01. They return the log of what g is divided by, and log u to be stored.
 """
 
@@ -22,6 +22,13 @@ def batch_sum(
 ) -> tuple[Tensor, Tensor]:
     """InfoNCE: (1 + n g) / n with n negatives, the softmax's denominator. It stores nothing."""
     return softplus(log_g + log_negatives) - log_negatives, log_g
+
+
+def batch_mean(
+    log_g: Tensor, log_negatives: Tensor | float, log_u: Tensor | None, shares: Tensor, shift: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """dcl: g itself, the denominator without the positive. 1 for an anchor without negatives."""
+    return log_g.masked_fill(log_g.isneginf(), 0.0), log_g
 
 
 def running_estimate(

@@ -42,8 +42,8 @@ class Anchors(NamedTuple):
         return self.ratio * self.mean_l
 
 
-def infonce(anchors: Anchors) -> Tensor:
-    """Cross-entropy in both directions: the mean of log(1 + (B-1) g)."""
+def cross_entropy(anchors: Anchors) -> Tensor:
+    """In both directions: the mean of log(1 + n g) with n negatives; for dcl, without the positive, of log(n g)."""
     return anchors.mean(anchors.log_norm + anchors.log_negatives)
 
 
@@ -61,7 +61,7 @@ def rgcl(rho: float, anchors: Anchors) -> Tensor:
 
 
 def plain_gradient(factor: float, anchors: Anchors) -> Tensor:
-    """d/dlog(1/tau) of factor * mean_i[g1/norm1 + g2/norm2], norms constant: InfoNCE (1/2), fastclip-v0 (1)."""
+    """d/dlog(1/tau) of factor * mean_i[g1/norm1 + g2/norm2], norms constant. 1/2: InfoNCE, dcl; 1: fastclip-v0."""
     return 2 * factor * anchors.mean(anchors.slope())
 
 

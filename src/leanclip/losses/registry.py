@@ -15,7 +15,7 @@ from leanclip.losses import objective
 from leanclip.losses.base import ContrastiveLoss
 from leanclip.losses.config import LossConfig, check_names
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
-from leanclip.losses.normalizer import batch_sum, inner_rate, running_estimate
+from leanclip.losses.normalizer import Normalizer, batch_mean, batch_sum, inner_rate, running_estimate
 from leanclip.losses.sample_state import SIDES, SampleState
 from leanclip.losses.sigmoid import SigmoidLoss
 from leanclip.losses.temperature import ConstantTemperature, GlobalTemperature, IndividualTemperature
@@ -34,6 +34,7 @@ class Spec:
 
     temperature: Literal["constant", "global", "robust", "individual"]
     running: bool
+    decoupled: bool = False  # without the positive in the denominator
     takes: tuple[str, ...]
     defaults: LossConfig
 
@@ -58,7 +59,8 @@ PER_SAMPLE = LossConfig(
 )
 
 SPECS = {
-    "infonce": Spec(temperature="global", running=False, takes=LEARNED, defaults=COMMON),
+    "infonce": Spec(temperature="global", running=False, takes=(*LEARNED, "learn_tau"), defaults=COMMON),
+    "dcl": Spec(temperature="global", running=False, decoupled=True, takes=(*LEARNED, "learn_tau"), defaults=COMMON),
     "siglip": Spec(
         temperature="global", running=False, takes=(*LEARNED, "bias"), defaults=replace(COMMON, tau=0.1, bias=-10.0)
     ),
@@ -84,7 +86,7 @@ SPECS = {
 LOSSES = tuple(SPECS)
 OTHER_NAMES = {
     "clip": "infonce", "openclip": "infonce", "discoclip": "infonce", "softmax": "infonce", "contrastive": "infonce",
-    "sigmoid": "siglip", "fastclip": "fastclip-v3",
+    "decoupled": "dcl", "sigmoid": "siglip", "fastclip": "fastclip-v3",
 } | {name.replace("-", ""): name for name in SPECS}  # fmt: skip
 
 
@@ -126,6 +128,8 @@ def loss_from_config(
             f"{name} keeps a state per sample: give num_samples, the size of the training set",
             code="loss.bad_num_samples",
         )
+    if hyper.learn_tau is False and hyper.lr_tau is not None:
+        raise ArgumentError("learn_tau is False: leave lr_tau out", code="loss.bad_value")
     rule = _temperature(spec, hyper, hyper.tau)
     if name == "siglip":
         assert isinstance(rule, GlobalTemperature) and hyper.bias is not None
@@ -139,7 +143,7 @@ def loss_from_config(
         name=name,
         implementation=implementation,
         temperature=rule,
-        normalizer=partial(running_estimate, hyper.eps or 0.0) if spec.running else batch_sum,
+        normalizer=_normalizer(spec, hyper),
         value=_value(spec, hyper),
         temperature_gradient=_slope(spec, hyper) if isinstance(rule, GlobalTemperature) else None,
         inner_rate=partial(inner_rate, hyper) if spec.running else None,
@@ -151,7 +155,7 @@ def loss_from_config(
 
 
 def _temperature(spec: Spec, hyper: LossConfig, tau: float) -> Rule:
-    if spec.temperature == "constant":
+    if spec.temperature == "constant" or hyper.learn_tau is False:
         return ConstantTemperature(tau)
     assert hyper.tau_min is not None and hyper.tau_max is not None
     if spec.temperature != "individual":
@@ -169,6 +173,12 @@ def _temperature(spec: Spec, hyper: LossConfig, tau: float) -> Rule:
     )
 
 
+def _normalizer(spec: Spec, hyper: LossConfig) -> Normalizer:
+    if spec.running:
+        return partial(running_estimate, hyper.eps or 0.0)
+    return batch_mean if spec.decoupled else batch_sum
+
+
 def _slope(spec: Spec, hyper: LossConfig) -> Slope:
     if spec.temperature == "robust":
         assert hyper.rho is not None and hyper.tau_gradient is not None
@@ -178,5 +188,5 @@ def _slope(spec: Spec, hyper: LossConfig) -> Slope:
 
 def _value(spec: Spec, hyper: LossConfig) -> Callable[[objective.Anchors], Tensor]:
     if not spec.running:
-        return objective.infonce
+        return objective.cross_entropy
     return objective.gcl if hyper.rho is None else partial(objective.rgcl, hyper.rho)

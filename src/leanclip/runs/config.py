@@ -42,7 +42,7 @@ class RunConfig:
     max_steps: int | None = None
     """Stop after this many steps, if --epochs would take more. The schedules end there too."""
     loss: str = setting("fastclip-v3", common=True, resume="fixed_unless_reset")
-    """infonce, siglip, sogclr, isogclr, fastclip-v0, fastclip-v1, fastclip-v2 or fastclip-v3. infonce and
+    """infonce, dcl, siglip, sogclr, isogclr, fastclip-v0, fastclip-v1, fastclip-v2 or fastclip-v3. infonce and
     fastclip-v3 are statistically tied at 32,023 pairs (docs/results.md); FastCLIP's paper reports fastclip-v3 ahead
     on 2.7 to 316 million pairs."""
     implementation: Literal["auto", "reference", "tiled", "triton"] = setting("auto", resume="free")

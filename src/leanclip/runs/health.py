@@ -34,8 +34,12 @@ class HealthCheck:
         loss, hyper, run = value("loss", 0.0), self.config.loss, self.config.run.loss
         warm = step > 2 * (self.config.optim.warmup or 0)
         tau = value("tau", 0.07)
-        learned = run not in ("sogclr", "fastclip-v1")
-        stuck = abs(loss / self.log_batch - 1) < 0.01 if run == "infonce" else abs(value("log_u_mean", 9.0)) < 0.02
+        learned = run not in ("sogclr", "fastclip-v1") and hyper.learn_tau is not False
+        stuck = (
+            abs(loss / self.log_batch - 1) < 0.01
+            if run in ("infonce", "dcl")
+            else abs(value("log_u_mean", 9.0)) < 0.02
+        )
         low, high = hyper.tau_min or 0.01, hyper.tau_max or 1.0
         too_low = "rho" in spec_of(run).takes and tau < 0.1
         remedy = "lower --rho or --lr-tau" if too_low else "change --lr-tau or the clamp"
