@@ -169,6 +169,29 @@ def test_a_signal_stops_a_run_after_the_step(number, tmp_path, monkeypatch, caps
     assert steps_of_metrics(tmp_path) == list(range(1, 9))
 
 
+def test_a_run_does_not_depend_on_files_that_others_overwrite(tmp_path, monkeypatch):
+    """Its own are kept in memory; every checkpoint has the configuration that the run began with."""
+    after, directory = Stopping.after, tmp_path / "logs/run"
+    expected = []
+
+    def overwrite(self, step):
+        if step == 1:
+            expected.append((directory / "config.toml").read_text())
+            for name in ("config.toml", "run.json", "README.md", "manifest.json"):
+                (directory / name).write_bytes(b"\xff\xfe[")
+        if step == 3:
+            (directory / "config.toml").unlink()
+            (directory / "run.json").write_text('{"environment": 3, "notes": 4, "ema": "x"}')
+        return after(self, step)
+
+    monkeypatch.setattr(Stopping, "after", overwrite)
+    assert train(tmp_path) == 0
+    checkpoints = sorted((directory / "checkpoints").glob("step_*"))
+    assert [(path / "config.toml").read_text() for path in checkpoints] == expected * 3
+    monkeypatch.undo()
+    assert train(tmp_path, resume="auto", max_steps=10) == 0
+
+
 @pytest.mark.parametrize(("restarts", "code"), [("0", STOPPED), ("3", 0)])
 def test_max_hours_stop_a_run(tmp_path, monkeypatch, capsys, restarts, code):
     """With an exit code that a torchrun with restarts does not take for a failure."""

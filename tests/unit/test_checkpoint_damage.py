@@ -3,16 +3,18 @@
 import hashlib
 import io
 import json
+import math
 import os
 import pickle
 import shutil
 
 import pytest
 import torch
-from checkpoint_runs import VALUES, leanclip, names, train
+from checkpoint_runs import VALUES, equal, job_of, leanclip, names, saved_tensors, train
 
-from leanclip.checkpointing.resume import find_checkpoint
+from leanclip.checkpointing.resume import SavedRun, find_checkpoint
 from leanclip.checkpointing.storage import HASHES_FILE, verify
+from leanclip.errors import UserError
 from refusal import refusal_code, refuses
 
 
@@ -99,26 +101,71 @@ def test_a_damaged_newest_checkpoint_does_not_count_for_keep_last(run):
     assert names(run) == ["aside_step_00000008", "last", "step_00000007"]
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        ("position", {}),
-        ("position", {"step": "x"}),
-        ("settings", None),
-        ("samples", "many"),
-        ("values", []),
-        ("manifest", 3),
-    ],
-)
-def test_a_state_of_other_types_is_refused_on_one_line(place, value, run, capsys):
-    checkpoint = run / "logs/run/checkpoints/step_00000008"
+def _places(content, path=()):
+    """The path of every value of state.json except the settings, of which most are only compared."""
+    if isinstance(content, dict) and path != ("settings",):
+        for name, value in content.items():
+            yield (*path, name)
+            yield from _places(value, (*path, name))
+
+
+def _planted(content, path, value):
+    copy = json.loads(json.dumps(content))
+    parent = copy
+    for name in path[:-1]:
+        parent = parent[name]
+    parent[path[-1]] = value
+    return json.dumps(copy)
+
+
+ODD = {"text": "x", "negative": -1, "fraction": -0.5, "null": None, "list": [], "object": {}, "infinite": 1e400,
+       "huge": 10**400, "deep": json.loads("[" * 90 + "]" * 90), "flag": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ODD.values(), ids=ODD)
+def test_any_value_in_a_state_is_refused_or_read(value, run):
+    """Values of other types and sizes everywhere in state.json, by the functions that read it."""
+    checkpoint, job = run / "logs/run/checkpoints/step_00000008", job_of(run)
     content = json.loads((checkpoint / "state.json").read_text())
-    content[place] = content[place] | value if value and isinstance(value, dict) else value
+    architecture, refused = job.model.open_clip_config(), []
+    for path in _places(content):
+        (checkpoint / "state.json").write_text(_planted(content, path, value))
+        try:
+            saved = SavedRun.open(checkpoint)
+            manifest, position = saved.manifest, saved.position
+            saved.already_reset(job.config, manifest, len(job.data.train.source))
+            saved.compare(job.config, architecture, samples=len(job.data.train.source), reset_loss=False)
+            saved.load(job.state, job.group, reset_loss=False)
+            assert position.step >= 0 and position.seconds < math.inf
+        except UserError as error:
+            refused.append(error.code)
+    assert len(refused) > 10
+    assert {*refused} <= {"checkpoint.damaged", "checkpoint.format", "resume.mismatch", "data.bad_manifest"}
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": ' + "9" * 5000 + "}", "", "\0", "[1]", '"x"'])
+@pytest.mark.parametrize("file", ["state.json", HASHES_FILE])
+def test_json_that_no_run_writes_is_refused(file, text, run):
+    checkpoint = run / "logs/run/checkpoints/step_00000008"
+    (checkpoint / file).write_text(text)
+    with refuses("checkpoint.damaged"):
+        verify(checkpoint)
+        SavedRun.open(checkpoint)
+    if file == "state.json":
+        with refuses("checkpoint.damaged"):
+            SavedRun.open(checkpoint)
+
+
+def test_an_impossible_position_does_not_hang(run):
+    """The epoch and the step in it follow from the number of steps."""
+    checkpoint = run / "logs/run/checkpoints/step_00000006"
+    content = json.loads((checkpoint / "state.json").read_text())
+    content["position"] |= {"epoch": 10**9, "epoch_step": 10**9}
     (checkpoint / "state.json").write_text(json.dumps(content))
     _accept(checkpoint, checkpoint / "state.json")
-    assert train(run, resume=checkpoint) == 2
-    error = capsys.readouterr().err
-    assert refusal_code(error) == "checkpoint.damaged" and len(error.strip().splitlines()) == 1
+    before = saved_tensors(run, 8)
+    assert train(run, resume=checkpoint) == 0
+    equal(saved_tensors(run, 8), before)
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../../run.json", "x" * 5000, "a\0b"])

@@ -1,6 +1,7 @@
 """Resumes a run: finds the checkpoint, and compares the command's settings with those of the run."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from leanclip.checkpointing.state import RunState
 from leanclip.checkpointing.storage import DamagedError, StoredTensors, verify
 from leanclip.data import Manifest, check_manifest
 from leanclip.errors import UserError, first_line
+from leanclip.filesystem import read_json
 from leanclip.losses import LossConfig
 from leanclip.models import step_directories
 from leanclip.runs.config import TrainConfig
@@ -39,21 +41,22 @@ class SavedRun:
     def open(cls, path: Path) -> "SavedRun":
         """Does not compare the hashes; see `storage.verify`."""
         try:
-            content = json.loads((path / STATE_FILE).read_text())
-            file_format = content["format"]
-            if file_format == FORMAT:
-                _check_types(content)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedError(f"{path} is damaged: {STATE_FILE} cannot be read") from error
-        if file_format != FORMAT:
+            content = read_json(path / STATE_FILE)
+        except UserError as error:
+            raise DamagedError(f"{path} is damaged: {error}") from error
+        file_format = content.get("format") if isinstance(content, dict) else None
+        if isinstance(file_format, int) and file_format != FORMAT:
             raise UserError(
                 f"{path} has format {file_format}, this version of leanclip reads {FORMAT}", code="checkpoint.format"
             )
+        if not _fits(content, CONTENT):
+            raise DamagedError(f"{path} is damaged: {STATE_FILE} holds values that no run writes")
         return cls(path, content)
 
     @property
     def position(self) -> Position:
-        return Position(**self.content["position"])
+        saved = self.content["position"]
+        return Position(**{entry.name: saved[entry.name] for entry in fields(Position)})
 
     @property
     def manifest(self) -> Manifest | None:
@@ -119,21 +122,43 @@ class SavedRun:
         return UserError(f"{self.path} does not fit this command: {reason}", code="resume.mismatch")
 
 
-def _check_types(content: dict[str, Any]) -> None:
-    """Raise for anything in state.json that this module does not write."""
-    position, values = content["position"], content["values"]
-    Position(**position)
-    integers = ("step", "epoch", "epoch_step", "samples", "skipped", "seen")
-    types = [(position[name], int) for name in integers] + [(position["seconds"], (int, float))]
-    types += [(position["best"], (int, float, type(None))), (position["broken"], dict), (content["samples"], int)]
-    types += [(count, int) for count in position["broken"].values()]
-    types += [(content["settings"], dict), (content["manifest"], (list, type(None)))]
-    types += [(content["architecture"]["model_cfg"], dict), (values["optimizer"]["state"], dict)]
-    types += [(values["optimizer"]["groups"], list), (values["scale"]["value"], (int, float))]
-    types += [(values["scale"]["good_steps"], int), (values["ema"]["updates"], int)]
-    for value, expected in types:
-        if not isinstance(value, expected):
-            raise TypeError(f"{value!r} is no {expected}")
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(number is None or _is_number(number) for number in value.values())
+
+
+CONTENT = {
+    "position": dict.fromkeys(("step", "epoch", "epoch_step", "samples", "skipped", "seen"), _is_count)
+    | {"seconds": _is_number, "best": lambda value: value is None or _is_number(value)}
+    | {"broken": lambda value: isinstance(value, dict) and all(map(_is_count, value.values()))},
+    "samples": lambda value: _is_count(value) and value > 0,
+    "settings": {"model": lambda value: isinstance(value, str), "loss": lambda value: isinstance(value, str)},
+    "manifest": lambda value: value is None or isinstance(value, list),
+    "architecture": {"model_cfg": {"vision_cfg": lambda value: isinstance(value, dict)}},
+    "values": {
+        "optimizer": {
+            "kind": lambda value: isinstance(value, str),
+            "state": lambda value: isinstance(value, dict) and all(map(_are_numbers, value.values())),
+            "groups": lambda value: isinstance(value, list) and all(map(_are_numbers, value)),
+        },
+        "scale": {"value": lambda value: _is_number(value) and value > 0, "good_steps": _is_count},
+        "ema": {"updates": _is_count},
+    },
+}
+"""What state.json holds, by name: a test of the value."""
+
+
+def _fits(value: Any, content: Any) -> bool:
+    if callable(content):
+        return bool(content(value))
+    return isinstance(value, dict) and all(_fits(value.get(name), part) for name, part in content.items())
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:

@@ -82,7 +82,9 @@ class RunState:
         moments = self._stored_moments(stored, reset_loss=reset_loss)
         # A rank that the saved run did not have keeps the state that it was seeded with.
         random = {
-            key: torch.empty(stored.shapes[key], dtype=torch.uint8) for key in self._random() if key in stored.shapes
+            key: torch.empty_like(state)
+            for key, state in self._random().items()
+            if stored.shapes.get(key) == state.shape
         }
         averages = self._averages() if any(name.startswith(EMA) for name in stored.shapes) else {}
         _check(averages, stored, (EMA,) if averages else ())
@@ -134,6 +136,8 @@ class RunState:
             parameter = parameters[name].detach()
             if stored.shapes[key] == parameter.shape and parameter.ndim:
                 moments[key] = torch.empty_like(parameter, dtype=stored.dtypes[key])
+            elif stored.shapes[key].numel() > max(1, parameter.numel()):
+                raise _mismatch(f"{key} is larger in the checkpoint than {name}")
             else:  # a step count, which the optimizer moves to its device
                 moments[key] = torch.empty(stored.shapes[key], dtype=stored.dtypes[key])
         return moments

@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from leanclip.distributed import local_tensor
 from leanclip.errors import UserError, first_line
-from leanclip.filesystem import sync
+from leanclip.filesystem import read_json, sync
 from leanclip.progress import ACTIVITY
 
 HASHES_FILE = "hashes.json"
@@ -184,9 +184,9 @@ def write_hashes(directory: Path, unlisted: Sequence[str] = ()) -> None:
 def verify(directory: Path) -> None:
     """Raise unless every listed file has its hash and the directories of tensors hold no other file."""
     try:
-        listed = json.loads((directory / HASHES_FILE).read_text())["files"]
+        listed = read_json(directory / HASHES_FILE)["files"]
         expected: dict[str, Any] = {str(name): entry["sha256"] for name, entry in listed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (UserError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{directory} is incomplete: its {HASHES_FILE} is missing or unreadable") from error
     try:
         _compare(directory, expected)

@@ -47,6 +47,9 @@ class RunOutput:
         self.log = log  # on the rank that writes
         self.clock, self.status = Clock(job.position.seconds), "failed"
         self.health = HealthCheck(job.config, batch=job.loader.batch)
+        # Read once: what others write into the directory during the run does not end it.
+        self.facts, config = directory.facts(), directory.config
+        self.texts = {config.name: config.read_text(errors="replace")} if log and config.is_file() else {}
 
     def step(self, at: Position, epoch: float, metrics: Mapping[str, float | str], broken: Mapping[str, int]) -> None:
         """A line of the log and on the terminal. `metrics` are those of the step."""
@@ -97,10 +100,9 @@ class RunOutput:
         if self.log is None:
             return {}
         self.log.flush()
-        card = model_card(self.directory.facts(), self.log.results, step=step)
+        card = model_card(self.facts, self.log.results, step=step)
         self.write(self.directory.card, card)
-        config = self.directory.config
-        return {CARD_FILE: card} | ({config.name: config.read_text()} if config.is_file() else {})
+        return {CARD_FILE: card} | self.texts
 
     def write(self, path: Path, text: str) -> None:
         """A file that the run does not need, on the rank that writes: an error is printed and ignored."""

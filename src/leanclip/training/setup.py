@@ -158,9 +158,8 @@ def restore(job: Job, run: ResolvedRun) -> Job:
         saved.load(job.state, job.group, reset_loss=run.reset_loss)
         position = _with_comparable_best(saved, job.config)
         grown = run.samples > saved.content["samples"]  # by shards that were added since
-        if grown or run.reset_loss:  # as if the data had been complete from the beginning
-            epoch, epoch_step = divmod(position.step, per_epoch)
-            position = replace(position, epoch=epoch, epoch_step=epoch_step)
+        epoch, epoch_step = divmod(position.step, per_epoch)  # as if the data had been complete from the beginning
+        position = replace(position, epoch=epoch, epoch_step=epoch_step)
         if grown and not run.reset_loss and isinstance(loss, GlobalContrastiveLoss):
             loss.resize(run.samples)
         return replace(job, position=position, same_loss=not (grown or run.reset_loss))
