@@ -1,6 +1,7 @@
 """A damaged shard gives samples that are skipped and counted, or a UserError: no traceback, no hang."""
 
 import random
+import tarfile
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -117,6 +118,30 @@ def test_damaged_shards_give_counted_samples_or_an_error():
 @pytest.mark.parametrize("part", range(4))
 def test_many_more_damaged_shards(part):
     assert set(fuzz(10_000, seed=1_000_000 + 10_000 * part)) == {"whole", "broken", "error"}
+
+
+def with_lies(path, *, pax_size=None, header_size=None):
+    """A shard in which the image of sample 2 has a wrong size in a pax header or in its own."""
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for name, content in sound(6).items():
+            entry, lies = tarfile.TarInfo(name), name == "00002.jpg"
+            entry.pax_headers = {"size": str(pax_size)} if lies and pax_size else {}
+            entry.size = header_size if lies and header_size else len(content)
+            archive.fileobj.write(entry.tobuf(tarfile.PAX_FORMAT) + content + bytes(-len(content) % 512))
+    return path
+
+
+@pytest.mark.parametrize("size", [1, 600, 5000, 10**9, 10**15, 10**30])
+def test_a_size_that_lies_in_a_pax_header_loses_nothing(tmp_path, size):
+    shards = Shards(str(with_lies(tmp_path / "a.tar", pax_size=size)))
+    assert [shards.image_bytes(number) for number in range(6)] == [sound(6)[f"{n:05d}.jpg"] for n in range(6)]
+
+
+@pytest.mark.parametrize("size", [10**5, 10**10, 10**15])
+def test_after_a_size_beyond_the_end_the_next_header_is_read(tmp_path, size):
+    shards = Shards(str(with_lies(tmp_path / "a.tar", header_size=size)))
+    assert len(shards) == 5 and shards.broken == {"header": 1, "no image": 1}
+    assert shards.captions(4) == ["picture number 5"]
 
 
 @pytest.mark.parametrize("content", [b"", b"x", bytes(512), bytes(10240), b"\xff" * 5000, b"hello " * 1000])

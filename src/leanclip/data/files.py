@@ -1,20 +1,26 @@
-"""Files by local path or, through fsspec, by URL. The only module that imports fsspec."""
+"""Files by local path or, through fsspec, by URL. The only module that imports fsspec.
+
+A request that takes longer than REMOTE_SECONDS fails: a server may accept connections and never answer.
+"""
 
 import contextlib
 import glob
 import os
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import braceexpand
 import fsspec
+import fsspec.asyn
 
 from leanclip.errors import UserError, first_line
 from leanclip.progress import ACTIVITY
 
 MAX_OPEN_FILES = 256  # per process; a data set may have more shards than a process may open
-VERSION_KEYS = ("mtime", "LastModified", "last_modified", "ETag", "etag", "updated", "created")
+REMOTE_SECONDS = float(os.environ.get("LEANCLIP_REMOTE_TIMEOUT", "60"))  # for one request
+VERSION_KEYS = ("mtime", "LastModified", "last_modified", "ETag", "etag", "Last-Modified", "updated", "created")
 
 
 class FileStat(NamedTuple):
@@ -35,6 +41,10 @@ class FileStat(NamedTuple):
 
 def is_remote(path: str) -> bool:
     return "://" in path
+
+
+def _is_http(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
 
 
 def expand(pattern: str, *, ending: str = ".tar") -> list[str]:
@@ -87,7 +97,7 @@ class OpenFiles:
     def read(self, file: FileStat, offset: int, length: int) -> bytes:
         """Up to `length` bytes; fewer at the end. OSError if the file is missing or has changed."""
         if is_remote(file.path):
-            return self._read_url(file.path, offset, min(length, file.size - offset))
+            return self._read_url(file, offset, min(length, file.size - offset))
         return os.pread(self._descriptor(file), length, offset)
 
     def prefetch(self, file: FileStat, offset: int, length: int) -> None:
@@ -118,21 +128,65 @@ class OpenFiles:
     def __del__(self) -> None:
         self.close()
 
-    def _read_url(self, path: str, offset: int, length: int) -> bytes:
+    def _read_url(self, file: FileStat, offset: int, length: int) -> bytes:
         if length <= 0:
             return b""
         if self._process != os.getpid():  # connections and threads of a client do not survive a fork
             self._systems, self._process = {}, os.getpid()
-        protocol = path.partition("://")[0]
+        protocol = file.path.partition("://")[0]
         if protocol not in self._systems:
-            self._systems[protocol] = _file_system(path, fresh=True)[0]
+            self._systems[protocol] = _file_system(file.path, fresh=True)[0]
         system = self._systems[protocol]
-        try:
-            return system.cat_file(system._strip_protocol(path), start=offset, end=offset + length)
-        except OSError:
+        if _is_http(file.path):
+            return _within_limit(system, _read_http, system, file, offset, length)
+        return _request(system, "cat_file", system._strip_protocol(file.path), start=offset, end=offset + length)
+
+
+async def _read_http(system: Any, file: FileStat, offset: int, length: int) -> bytes:
+    """fsspec reads whatever a server sends: the whole file where it ignores ranges, or another version of it."""
+    session = await system.set_session()
+    headers = {"Range": f"bytes={offset}-{offset + length - 1}", "Accept-Encoding": "identity"}
+    async with session.get(system.encode_url(file.path), headers=headers) as response:
+        response.raise_for_status()
+        whole = response.status == 200 and (offset, length) == (0, file.size)
+        if response.status != 206 and not whole:
+            raise OSError("the server ignores range requests; download the file, or use another server")
+        total = response.headers.get("Content-Range", "").rpartition("/")[2]
+        versions = [response.headers[key] for key in ("ETag", "Last-Modified") if key in response.headers]
+        if (total.isdigit() and int(total) != file.size) or (versions and file.version not in ("", *versions)):
+            raise OSError("the file has changed on the server")
+        return await response.content.readexactly(length)
+
+
+def _request(system: Any, name: str, *arguments: Any, **options: Any) -> Any:
+    """The result of a method of a file system. Only asynchronous ones have a time limit."""
+    if system.async_impl:
+        return _within_limit(system, getattr(system, f"_{name}"), *arguments, **options)
+    with _os_errors():
+        return getattr(system, name)(*arguments, **options)
+
+
+def _within_limit(system: Any, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    with _os_errors():
+        return fsspec.asyn.sync(system.loop, function, *arguments, timeout=REMOTE_SECONDS, **options)
+
+
+@contextlib.contextmanager
+def _os_errors() -> Iterator[None]:
+    """Every client has its own exceptions; each becomes an OSError."""
+    try:
+        yield
+    except fsspec.exceptions.FSTimeoutError as error:
+        raise OSError(f"no answer within {REMOTE_SECONDS:g} s; LEANCLIP_REMOTE_TIMEOUT sets the limit") from error
+    except FileNotFoundError as error:
+        cause = error.__cause__  # fsspec takes every failure of an HTTP server for a missing file
+        if cause is None or getattr(cause, "status", 0) == 404:
             raise
-        except Exception as error:  # every client has its own exceptions
-            raise OSError(f"cannot read {path} ({first_line(error)})") from error
+        raise OSError(first_line(cause)) from error
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(first_line(error)) from error
 
 
 def _file_system(path: str, *, fresh: bool = False) -> tuple[Any, str]:
@@ -153,8 +207,8 @@ def _expand_url(part: str, ending: str) -> list[str]:
         return [part]
     system, pattern = _file_system(part + f"*{ending}" if part.endswith("/") else part)
     try:
-        return sorted(system.unstrip_protocol(path) for path in system.glob(pattern))
-    except Exception as error:  # every client has its own exceptions
+        return sorted(system.unstrip_protocol(path) for path in _request(system, "glob", pattern))
+    except OSError as error:
         raise UserError(f"cannot list {part} ({first_line(error)})", code="data.unreadable") from error
 
 
@@ -170,16 +224,11 @@ def _stat_url(path: str, listings: dict[str, dict[str, dict[str, Any]]]) -> File
     system, inside = _file_system(path)
     parent = inside.rpartition("/")[0]
     if parent not in listings:
-        try:
-            listings[parent] = {entry["name"]: entry for entry in system.ls(parent, detail=True)}
-        except Exception:  # not every server can list
-            listings[parent] = {}
-    try:
-        info = listings[parent].get(inside) or system.info(inside)
-    except OSError:
-        raise
-    except Exception as error:  # every client has its own exceptions
-        raise OSError(first_line(error)) from error
+        listings[parent] = {}
+        with contextlib.suppress(OSError):  # not every server can list, and a listing by HTTP has no sizes
+            entries = [] if _is_http(path) else _request(system, "ls", parent, detail=True)
+            listings[parent] = {entry["name"]: entry for entry in entries}
+    info = listings[parent].get(inside) or _request(system, "info", inside)
     if not info.get("size"):
         raise OSError("the server gives no size")
     version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")

@@ -141,9 +141,9 @@ def _scan_all(files: list[FileStat], path: Path | None = None) -> dict[str, Inde
     scanned: dict[str, IndexedShard] = {}
     next_save = time.monotonic() + SAVE_SECONDS
     size = sum(file.size for file in files)
-    shown = size >= MIN_KEPT_BYTES
+    shown = size >= MIN_KEPT_BYTES or any(is_remote(file.path) for file in files)
     if shown and not sys.stderr.isatty():
-        print(f"indexing {len(files):,} shards ({size / 1e9:.1f} GB), once", file=sys.stderr)
+        print(f"indexing {len(files):,} shards ({size / 1e6:,.0f} MB), once", file=sys.stderr)
     with progress_bar(f"indexing {len(files):,} shards", size, shown=shown, unit="bytes") as progress:
         pool = ThreadPoolExecutor(SCAN_THREADS)
         try:

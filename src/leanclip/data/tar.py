@@ -17,7 +17,9 @@ BLOCK = 512  # bytes
 DENSE_READ_BYTES, SPARSE_READ_BYTES = 1 << 20, 1 << 13  # read at once where files are small, and where they are large
 SPARSE_GAP_BYTES = 1 << 15  # files are large when the next header lies this far behind the buffer
 REMOTE_READ_BYTES = 8 << 20  # a request takes longer than the contents that a smaller one would skip
+SEARCH_BYTES = 1 << 16  # looked through at once for the next valid header
 MAX_METADATA_BYTES = 1 << 16  # of a long name, a pax header or a label file
+MAX_USTAR_BYTES = 8**11 - 1  # a pax header gives the size of a larger file; of a smaller one it may lie
 ADLER_MODULUS = 65521
 _REGULAR = b"\x0007"
 _NO_CONTENT = b"123456"  # links, devices and directories
@@ -157,21 +159,24 @@ class _Walk:
                 break
             adler = adler32(header)
             content_size = _size(header, adler)
-            if content_size is None:
-                following = self._next_header(position)
-                if following is None and name is None:
-                    return
-                self.broken["header"] += 1  # zeros before the end: a hole, or concatenated tars
-                position, name, size = following or self.size, None, None
-                continue
-            self.stamp = stamp = (stamp * 1_000_003 ^ adler) & 0xFFFF_FFFF_FFFF_FFFF
             kind, start = header[156], position + BLOCK
-            if kind in _NO_CONTENT:
-                content_size = 0
-            elif kind in _REGULAR and size is not None:
-                content_size = size
-            if start + content_size > self.size:
-                break
+            if content_size is not None:
+                self.stamp = stamp = (stamp * 1_000_003 ^ adler) & 0xFFFF_FFFF_FFFF_FFFF
+                if kind in _NO_CONTENT:
+                    content_size = 0
+                elif kind in _REGULAR and size is not None:
+                    needed = size > MAX_USTAR_BYTES and start + size <= self.size
+                    content_size = size if needed or not content_size else content_size
+            if content_size is None or start + content_size > self.size:
+                following = self._next_header(start)
+                if content_size is not None and following in (None, self.size):
+                    break
+                # Zeros before the end are a hole, or concatenated tars.
+                self.broken["header"] += following is not None or any(header) or name is not None
+                if following is None:
+                    return
+                position, name, size = following, None, None
+                continue
             if kind in _REGULAR:
                 yield name or _name(header), start, content_size
             if kind in _REGULAR or kind in _NO_CONTENT:
@@ -190,8 +195,8 @@ class _Walk:
     def _next_header(self, position: int) -> int | None:
         """The first valid header from here on, or the end. None if only zeros follow: the end marker."""
         magic, only_zeros = np.frombuffer(b"ustar", np.uint8), True
-        for start in range(position, self.size, DENSE_READ_BYTES):
-            content = self.reader.read(start, DENSE_READ_BYTES)
+        for start in range(position, self.size, SEARCH_BYTES):
+            content = self.reader.get(start, SEARCH_BYTES)
             blocks = np.frombuffer(content[: len(content) // BLOCK * BLOCK], np.uint8).reshape(-1, BLOCK)
             for number in np.flatnonzero((blocks[:, 257:262] == magic).all(axis=1)):
                 header = blocks[number].tobytes()
