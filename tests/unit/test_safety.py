@@ -205,7 +205,7 @@ def test_a_checkpoint_that_describes_no_model_is_refused(model, tmp_path):
     (tmp_path / "open_clip_model.safetensors").write_bytes(b"")
     config = json.dumps({"model_cfg": model, "preprocess_cfg": {}}) if model is not None else "["
     (tmp_path / "open_clip_config.json").write_text(config)
-    with refuses("model.bad_config"):
+    with refuses("file.bad_json" if model is None else "model.bad_config"):
         leanclip.load(tmp_path)
 
 

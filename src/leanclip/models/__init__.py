@@ -1,8 +1,9 @@
 """Models: open_clip's, behind a two-tower interface. Their public names."""
 
-from leanclip.models.build import create_model, load_model
+from leanclip.models.build import check_vocabulary, create_model, load_model
 from leanclip.models.config import ModelConfig
 from leanclip.models.open_clip_api import (
+    HUB,
     IMAGENET_CLASSNAMES,
     TEMPLATES,
     is_model_name,
@@ -18,12 +19,14 @@ from leanclip.models.weights import with_temperature
 
 __all__ = [
     "CONFIG_FILE",
+    "HUB",
     "IMAGENET_CLASSNAMES",
     "TEMPLATES",
     "WEIGHTS_FILE",
     "ModelConfig",
     "TokenCounter",
     "TwoTower",
+    "check_vocabulary",
     "create_model",
     "create_tokenizer",
     "find_weights",

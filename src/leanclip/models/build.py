@@ -11,6 +11,7 @@ from leanclip.models.config import ModelConfig
 from leanclip.models.open_clip_api import model_config_of, open_clip, registered
 from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE
 from leanclip.models.tokenizer import with_cache
+from leanclip.models.towers.sizes import check_preprocessing, check_sizes
 from leanclip.models.two_tower import TwoTower
 from leanclip.models.untrusted import without_code
 from leanclip.models.weights import load_weights, pretrained_weights, saved_preprocessing
@@ -59,10 +60,25 @@ def _with_overrides(architecture: dict[str, Any], config: ModelConfig, name: str
     return architecture | {key: True for key, value in forced.items() if value}
 
 
+def check_vocabulary(model: TwoTower) -> None:
+    """Refuse a tokenizer with tokens that the text tower has no entry for: the first of them would end the run."""
+    text = model.config["text_cfg"]
+    if text.get("hf_tokenizer_name") and not text.get("hf_model_name"):
+        return  # SigLIP's tokenizers count tokens that they never give
+    tokenizer: Any = model.tokenizer
+    tokens: int = getattr(tokenizer, "tokenizer", tokenizer).vocab_size
+    if model.clip.vocab_size < tokens:
+        raise UserError(
+            f"{model.name} has a vocabulary of {model.clip.vocab_size} entries, and its tokenizer {tokens}",
+            code="model.small_vocabulary",
+        )
+
+
 def load_model(directory: Path) -> TwoTower:
     path = directory / CONFIG_FILE
     _, config = model_config_of(str(path))
     model = build_model(str(directory), config, directory / WEIGHTS_FILE, saved_preprocessing(path))
+    check_vocabulary(model)
     model.weights = dict.fromkeys(model.weights, str(directory))
     return model
 
@@ -77,13 +93,15 @@ def build_model(
     device: str = "cpu",
 ) -> TwoTower:
     """The model of an open_clip config, with the weights of a file or random ones."""
+    check_sizes(config, name, in_memory=device != "meta")
+    check_preprocessing(preprocess, name)
     with registered(config) as registered_name:
         try:
             clip = open_clip.create_model(
                 registered_name, device=device, force_preprocess_cfg=preprocess, pretrained_text=False
             )
             tokenizer = with_cache(open_clip.get_tokenizer(registered_name))
-        except (OSError, ValueError, TypeError, KeyError) as error:  # not a model's config, or one with code
+        except Exception as error:  # of many types: whatever the libraries make of a wrong config
             raise UserError(f"cannot build {name}: {without_code(error)}", code="model.bad_config") from error
     if double:
         clip = clip.double()

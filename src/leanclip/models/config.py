@@ -11,10 +11,10 @@ class ModelConfig:
     """Model"""
 
     model: str | None = setting(None, common=True, resume="free")
-    """An open_clip model name, or the path of a config file in its format. Default: the model of the run that
-    --pretrained names, else ViT-B-32; leanclip-tiny for the bundled data."""
+    """An open_clip model name, the path of a config file in its format, or hf-hub:ORG/NAME. Default: the model of
+    the run that --pretrained names, else ViT-B-32; leanclip-tiny for the bundled data."""
     pretrained: str | None = setting(None, common=True, resume="free")
-    """Initial weights: a checkpoint, a leanclip run or an open_clip tag."""
+    """Initial weights: a checkpoint, a leanclip run, an open_clip tag, or hf-hub:ORG/NAME."""
     lock_image: bool = setting(False, resume="fixed")
     """Freeze the image tower (LiT); its projection is trained."""
     lock_image_unlocked_groups: int = setting(0, resume="fixed")
@@ -75,7 +75,8 @@ class ModelConfig:
                 self.force_context_length is not None and self.force_context_length < 3,
                 "at least 3",
             ),
-            "image_std": (min(self.image_std or (1,)) <= 0, "three positive numbers"),
+            "image_mean": (not all(abs(value) < 1e6 for value in self.image_mean or ()), "three finite numbers"),
+            "image_std": (not all(0 < value < 1e6 for value in self.image_std or ()), "three positive numbers"),
             "aug_color_jitter_prob": (not 0 <= self.aug_color_jitter_prob <= 1, "a share in [0, 1]"),
             "aug_gray_scale_prob": (not 0 <= self.aug_gray_scale_prob <= 1, "a share in [0, 1]"),
         }

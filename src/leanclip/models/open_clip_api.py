@@ -10,12 +10,16 @@ from typing import Any
 
 import open_clip
 from open_clip import timm_model
+from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.tokenizer import SimpleTokenizer, get_clean_fn
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import CustomResidualAttentionBlock, ResidualAttentionBlock, VisionTransformer
 from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
 
-from leanclip.errors import UserError
+from leanclip.errors import UserError, first_line
+from leanclip.filesystem import read_json
+from leanclip.models.saved import CONFIG_FILE
+from leanclip.models.towers.sizes import check_sizes
 from leanclip.models.transformers_clip import never_run_code
 from leanclip.models.untrusted import check_architecture
 
@@ -31,6 +35,7 @@ __all__ = [
     "open_clip",
 ]
 
+HUB = "hf-hub:"
 TEMPLATES = {  # with {} for the name of the class
     "openai": tuple(template("{}") for template in OPENAI_IMAGENET_TEMPLATES),
     "simple": tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES),
@@ -40,7 +45,9 @@ open_clip.add_model_config(Path(__file__).parent / "configs")
 
 
 def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
-    """The name and the open_clip config of a model: of a name, or of the path of a config file."""
+    """The name and the open_clip config of a model: of a name, of the path of a config file, or on the hub."""
+    if model.startswith(HUB):
+        return model, _read_config(hub_file(model, CONFIG_FILE))
     if model.endswith(".json"):
         return Path(model).stem, _read_config(Path(model))
     config = open_clip.get_model_config(model)
@@ -53,26 +60,40 @@ def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
     return model, config
 
 
+def hub_file(name: str, file: str | None = None) -> Path:
+    """A file of `hf-hub:ORG/NAME`, by default its weights: from the hub's cache on this machine, or downloaded."""
+    try:
+        return Path(download_pretrained_from_hf(name.removeprefix(HUB), filename=file))
+    except Exception as error:  # of many types, with one remedy
+        raise UserError(
+            f"cannot get {file or 'the weights'} of {name}: not in the cache of Hugging Face's hub on this machine"
+            f" (HF_HUB_CACHE), and no such model on the hub, or no network ({first_line(error)}); download it where"
+            " there is a network, or give a local directory",
+            code="hub.unavailable",
+        ) from error
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"no such model config file: {path}", code="model.config_not_found")
-    saved = read_json(path)
+    saved = read_object(path)
     config = saved.get("model_cfg", saved)
     parts = [config, config.get("vision_cfg"), config.get("text_cfg")] if isinstance(config, dict) else [None]
     if not all(isinstance(part, dict) for part in parts) or "embed_dim" not in config:
         raise bad_config(path, "it needs embed_dim, vision_cfg and text_cfg")
+    check_sizes(config, str(path), in_memory=False)
     return config
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The object in a model's config file."""
-    try:
-        return {**json.loads(path.read_text())}
-    except (ValueError, TypeError) as error:
-        raise bad_config(path, error) from error
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise bad_config(path, "it is not an object")
+    return content
 
 
-def bad_config(path: Path, reason: object) -> UserError:
+def bad_config(path: Path, reason: str) -> UserError:
     return UserError(f"{path} is not an open_clip model config: {reason}", code="model.bad_config")
 
 

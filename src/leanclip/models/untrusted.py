@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from leanclip.errors import UserError, first_line
 
@@ -34,6 +35,8 @@ def read_torch_file(path: Path, *, mapped: bool = False) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of archives that it then refuses
             mmap = mapped and zipfile.is_zipfile(path)
+            if mmap and any(e.compress_type and "/data" in e.filename for e in zipfile.ZipFile(path).infolist()):
+                raise EOFError("compressed")  # torch compresses no tensor; a small file could fill the memory
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # of many types, depending on the content
         raise _refusal(path, error) from error
@@ -50,7 +53,13 @@ def check_weights(path: Path) -> None:
         except SafetensorError as error:
             raise _damaged(path) from error
     else:
-        read_torch_file(path, mapped=True)
+        content = read_torch_file(path, mapped=True)
+        weights = content.get("state_dict", content) if isinstance(content, dict) else None
+        if not isinstance(weights, dict) or not any(isinstance(value, Tensor) for value in weights.values()):
+            raise UserError(f"{path} holds no weights", code="weights.not_weights")
+        largest = max(value.numel() for value in weights.values() if isinstance(value, Tensor))
+        if largest > path.stat().st_size:  # one number repeated, which a library might write out
+            raise UserError(f"{path} is refused: a tensor has {largest:,} numbers", code="weights.unsafe")
 
 
 def check_architecture(config: Mapping[str, Any], name: str) -> None:

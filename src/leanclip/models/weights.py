@@ -11,12 +11,14 @@ from torch import Tensor
 from leanclip.errors import UserError
 from leanclip.models.config import ModelConfig
 from leanclip.models.open_clip_api import (
+    HUB,
     PreprocessCfg,
     bad_config,
+    hub_file,
     model_config_of,
     named_architecture,
     open_clip,
-    read_json,
+    read_object,
 )
 from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE, find_weights
 from leanclip.models.untrusted import check_weights
@@ -28,6 +30,8 @@ def pretrained_weights(config: ModelConfig) -> tuple[Path | None, dict[str, Any]
     """The weights file that --pretrained names, and the preprocessing it was trained with, as far as recorded."""
     if config.pretrained is None:
         return None, {}
+    if config.pretrained.startswith(HUB):
+        return hub_file(config.pretrained), saved_preprocessing(hub_file(config.pretrained, CONFIG_FILE))
     path = Path(config.pretrained)
     if path.is_dir():
         if (directory := find_weights(path)) is not None:
@@ -40,7 +44,7 @@ def pretrained_weights(config: ModelConfig) -> tuple[Path | None, dict[str, Any]
 
 
 def saved_preprocessing(path: Path) -> dict[str, Any]:
-    saved = read_json(path).get("preprocess_cfg", {}) if path.is_file() else {}
+    saved = read_object(path).get("preprocess_cfg", {}) if path.is_file() else {}
     if not isinstance(saved, dict):
         raise bad_config(path, "its preprocess_cfg is not an object")
     return {key: value for key, value in saved.items() if key in PREPROCESS_FIELDS and key != "size"}

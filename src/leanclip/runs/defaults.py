@@ -12,7 +12,7 @@ from leanclip.distributed import start_time
 from leanclip.errors import UserError
 from leanclip.losses import LossConfig
 from leanclip.losses.registry import spec_of
-from leanclip.models import CONFIG_FILE, find_weights, is_resnet, named_architecture
+from leanclip.models import CONFIG_FILE, HUB, find_weights, is_resnet, named_architecture
 from leanclip.optim import OptimConfig
 from leanclip.runs.config import RunConfig, TrainConfig
 from leanclip.runs.run_directory import RunDirectory
@@ -117,6 +117,8 @@ def _model_name(config: TrainConfig) -> str:
 def _model_of(weights: str | None) -> str | None:
     """The model of saved weights: its name, or the path of their config if the run changed the architecture
     (--force-image-size, --force-quick-gelu, ...)."""
+    if weights is not None and weights.startswith(HUB):
+        return weights
     directory = None if weights is None else find_weights(Path(weights))
     if weights is None or directory is None or not (directory / CONFIG_FILE).is_file():
         return None

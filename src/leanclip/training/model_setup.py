@@ -4,7 +4,7 @@ import torch
 
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
-from leanclip.models import ModelConfig, TwoTower, create_model
+from leanclip.models import ModelConfig, TwoTower, check_vocabulary, create_model
 from leanclip.models.text_length import text_tower
 from leanclip.runs.config import TrainConfig
 
@@ -24,6 +24,7 @@ def model_for_run(config: TrainConfig, start: ModelConfig | None = None, *, shap
         double=config.run.precision == "fp64",
         shapes_only=shapes_only,
     )
+    check_vocabulary(model)
     if config.model.lock_image:
         model.lock_image(config.model.lock_image_unlocked_groups)
     if config.model.lock_text:
