@@ -17,6 +17,8 @@ from leanclip.errors import UserError, first_line
 from leanclip.filesystem import write_atomically
 from leanclip.losses import LossConfig
 from leanclip.runs import TrainConfig
+from leanclip.runs.config import AUTO_LOSS
+from leanclip.runs.defaults import loss_name
 from leanclip.settings import Accepted
 
 if sys.version_info >= (3, 11):
@@ -52,7 +54,7 @@ def yielding(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     for part, *names in ALTERNATIVES:
         unset = {other: None for name, other in (names, names[::-1]) if name in values}
         config = replace(config, **{part: replace(getattr(config, part), **unset)})
-    other_loss = values.get("loss", config.run.loss) != config.run.loss
+    other_loss = values.get("loss", AUTO_LOSS) not in (AUTO_LOSS, loss_name(config))
     return replace(config, loss=LossConfig()) if other_loss else config
 
 

@@ -20,7 +20,7 @@ from leanclip.runs import TrainConfig
 
 # OpenCLIP's defaults that differ from leanclip's.
 DEFAULTS = {
-    "loss": "infonce", "model": "RN50", "batch-size": "64", "lr": "5e-4", "wd": "0.2", "warmup": "10000",
+    "model": "RN50", "batch-size": "64", "lr": "5e-4", "wd": "0.2", "warmup": "10000",
     "precision": "amp", "workers": "4", "save-frequency": "1", "val-frequency": "1",
 }  # fmt: skip
 SPELLINGS = {"bf16": "amp_bf16", "pure_bf16": "amp_bf16", "fp16": "amp", "pure_fp16": "amp"}
@@ -249,6 +249,8 @@ def from_openclip(arguments: list[str]) -> tuple[list[str], list[str]]:
         typed = line.flags.keys() | ({"batch-size"} if "global-batch-size" in line.flags else set())
         if others := [f"--{name} {value}" for name, value in DEFAULTS.items() if name not in typed]:
             notes[f"other settings have leanclip's defaults; for OpenCLIP's add {' '.join(others)}"] = []
+        if "loss" not in typed and "pretrained" not in typed:
+            notes["the loss is fastclip-v3, which is not OpenCLIP's; --loss infonce is"] = []
     words = arguments if line.flags == before else line.arguments()
     return words, [f"{', '.join(names)} {text}".strip() for text, names in notes.items()]
 

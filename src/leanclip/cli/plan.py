@@ -24,7 +24,7 @@ from leanclip.planning.step_trace import UNTRACED
 from leanclip.progress import make_console
 from leanclip.recipes import settings_below
 from leanclip.runs import TrainConfig
-from leanclip.runs.defaults import fill, total_steps
+from leanclip.runs.defaults import fill, loss_name, total_steps
 from leanclip.settings import common
 
 DESCRIPTION = """Predict memory, speed and communication of a training run, without running it and without a GPU.
@@ -168,7 +168,7 @@ def gpu_of(command: PlanCommand, report: Callable[[str], object]) -> GpuModel:
 def resolved(command: PlanCommand, samples: int) -> TrainConfig:
     """As `leanclip train` would fill it in on those GPUs."""
     settings = command.settings
-    spec_of(settings.run.loss)
+    spec_of(loss_name(settings))
     model = settings.model.model or "ViT-B-32"
     model_config_of(model)
     run = replace(settings.run, device="cuda", precision=settings.run.precision or "amp_bf16", name=None)

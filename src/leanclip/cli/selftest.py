@@ -15,6 +15,7 @@ from leanclip.losses.gradient_check import check_implementations
 from leanclip.losses.registry import spec_of
 from leanclip.progress import make_console
 from leanclip.recipes import settings_below
+from leanclip.runs.defaults import loss_name
 from leanclip.training.rank_check import processes_selftest
 
 DESCRIPTION = """Check the computations of leanclip on this machine. The exit code is 1 if a check fails.
@@ -85,7 +86,7 @@ def _compare_processes(command: SelftestCommand, processes: int) -> None:
     with console.status(f"{processes} processes and one") if console.is_terminal else nullcontext():
         agreements = list(processes_selftest(settings, processes=processes, batch=batch))
     _report(
-        f"{processes} processes against one, {settings.run.loss}, global batch {batch}, float64",
+        f"{processes} processes against one, {loss_name(settings)}, global batch {batch}, float64",
         ("quantity", "norm", "difference"),
         [((row.quantity, f"{row.size:.3e}", f"{row.error:.1e}"), row.passed) for row in agreements],
     )

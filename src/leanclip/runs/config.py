@@ -10,6 +10,7 @@ from leanclip.optim import OptimConfig
 from leanclip.settings import common, setting
 
 Precision = Literal["amp_bf16", "amp_bfloat16", "amp", "fp32", "fp64"]
+AUTO_LOSS = "auto"
 TRACKERS = ("tensorboard", "wandb")
 LONGEST_NAME = 200  # bytes: file systems allow 255, and temporary names are longer
 
@@ -41,10 +42,10 @@ class RunConfig:
     """Passes over the training data."""
     max_steps: int | None = None
     """Stop after this many steps, if --epochs would take more. The schedules end there too."""
-    loss: str = setting("fastclip-v3", common=True, resume="fixed_unless_reset")
-    """infonce, dcl, siglip, sogclr, isogclr, fastclip-v0, fastclip-v1, fastclip-v2 or fastclip-v3. infonce and
-    fastclip-v3 are statistically tied at 32,023 pairs (docs/results.md); FastCLIP's paper reports fastclip-v3 ahead
-    on 2.7 to 316 million pairs."""
+    loss: str = setting(AUTO_LOSS, common=True, resume="fixed_unless_reset")
+    """infonce, dcl, siglip, sogclr, isogclr, fastclip-v0, fastclip-v1, fastclip-v2 or fastclip-v3. auto: infonce
+    with --pretrained, else fastclip-v3. The two are statistically tied at 32,023 pairs (docs/results.md); FastCLIP's paper
+    reports fastclip-v3 ahead on 2.7 to 316 million pairs."""
     implementation: Literal["auto", "reference", "tiled", "triton"] = setting("auto", resume="free")
     """The loss backend; auto takes the fastest."""
     precision: Precision | None = common(None)

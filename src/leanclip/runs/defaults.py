@@ -14,7 +14,7 @@ from leanclip.losses import LossConfig
 from leanclip.losses.registry import spec_of
 from leanclip.models import CONFIG_FILE, HUB, find_weights, is_resnet, named_architecture
 from leanclip.optim import OptimConfig
-from leanclip.runs.config import RunConfig, TrainConfig
+from leanclip.runs.config import AUTO_LOSS, RunConfig, TrainConfig
 from leanclip.runs.run_directory import RunDirectory
 
 MIN_EVAL_EVERY, MIN_SAVE_EVERY = 10, 100  # default steps between them, in short runs
@@ -39,6 +39,12 @@ PUBLISHED = (
 )
 
 
+# Where a run starts from weights: our choice, for few epochs on little data. InfoNCE, because running estimates need
+# several visits to each sample: below eight epochs the rule for gamma_min gives 1, and they keep nothing.
+FINE_TUNING = {"lr": 1e-5, "lr_tau": 1e-5, "batch": 256}
+MAX_WARMUP, MAX_FINE_TUNING_WARMUP = 10_000, 1_000
+
+
 def interpolated(samples: int) -> Published:
     """Between the published points linearly in log n (rates: in their logarithm too); beyond them the nearest."""
     points = PUBLISHED
@@ -59,8 +65,19 @@ def interpolated(samples: int) -> Published:
     return points[-1]
 
 
-def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfig:
-    """The configuration with every setting filled in, for a training set of this size."""
+def loss_name(config: TrainConfig) -> str:
+    if config.run.loss != AUTO_LOSS:
+        return config.run.loss
+    return "fastclip-v3" if config.model.pretrained is None else "infonce"
+
+
+def fill(config: TrainConfig, *, samples: int, processes: int = 1, fine_tuning: bool | None = None) -> TrainConfig:
+    """The configuration with every setting filled in, for a training set of this size.
+
+    `fine_tuning`: the run starts from trained weights. Default: if --pretrained names some.
+    """
+    fine_tuning = config.model.pretrained is not None if fine_tuning is None else fine_tuning
+    config = replace(config, run=replace(config.run, loss=loss_name(config)))
     model_name = _model_name(config)
     batch = config.data.global_batch_size or (config.data.batch_size or 0) * processes or 128
     if batch < processes:
@@ -79,6 +96,9 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfi
         **_intervals(run, epoch=samples // batch, steps=steps),
     )
     rule = interpolated(samples)
+    if fine_tuning:
+        rule = rule._replace(**FINE_TUNING)
+    max_warmup = MAX_FINE_TUNING_WARMUP if fine_tuning else MAX_WARMUP
     resnet = is_resnet(model_name)
     optim = replace(
         config.optim,
@@ -87,7 +107,7 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfi
         beta1=0.9 if config.optim.beta1 is None else config.optim.beta1,
         beta2=(0.999 if resnet else 0.98) if config.optim.beta2 is None else config.optim.beta2,
         eps_opt=config.optim.eps_opt or (1e-8 if resnet else 1e-6),
-        warmup=min(10_000, steps // 10) if config.optim.warmup is None else config.optim.warmup,
+        warmup=min(max_warmup, steps // 10) if config.optim.warmup is None else config.optim.warmup,
     )
     assert optim.warmup is not None
     if optim.warmup >= steps:
@@ -106,7 +126,7 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1) -> TrainConfi
 
 def default_name(config: TrainConfig) -> str:
     """Time, model and loss. The time is the launcher's start, so that a restarted process uses the same name."""
-    return f"{start_time():%Y%m%d-%H%M%S}-{_model_name(config).replace('/', '-')}-{config.run.loss}"
+    return f"{start_time():%Y%m%d-%H%M%S}-{_model_name(config).replace('/', '-')}-{loss_name(config)}"
 
 
 def _model_name(config: TrainConfig) -> str:

@@ -17,8 +17,8 @@ from leanclip.evaluation import RECALLS, LabelledSet, Prompts, labelled_sets, pr
 from leanclip.losses import LossConfig
 from leanclip.losses.registry import spec_of
 from leanclip.models import model_config_of
-from leanclip.runs.config import TrainConfig
-from leanclip.runs.defaults import fill, total_steps
+from leanclip.runs.config import AUTO_LOSS, TrainConfig
+from leanclip.runs.defaults import fill, loss_name, total_steps
 from leanclip.runs.trackers import check_trackers
 
 
@@ -37,7 +37,7 @@ class ResolvedRun:
     saved: SavedRun | None  # where it is one of ours
     reset_loss: bool
     zero_shot: tuple[tuple[LabelledSet, Prompts], ...]
-    warnings: tuple[str, ...]
+    notes: tuple[str, ...]  # for the user, before the first step
 
     @property
     def samples(self) -> int:
@@ -53,13 +53,25 @@ def resolve(config: TrainConfig) -> ResolvedRun:
     """Check what can be checked before anything is built. All ranks call it together."""
     ranks, loss_flags = Ranks.current(), config.loss
     resume_from, warnings = _find_checkpoint(config, ranks)
-    saved = None
+    notes = [f"warning: {warning}" for warning in warnings]
+    locked = config.model.lock_image or config.model.lock_text
+    if locked and config.model.pretrained is None and resume_from is None:
+        raise UserError(
+            "--lock-image and --lock-text freeze trained towers, and without weights these are random;"
+            " give --pretrained",
+            code="model.locked_without_weights",
+        )
+    fine_tuning, saved, given = config.model.pretrained is not None, None, config
     if resume_from is not None and resume_from.is_file():
         OpenClipCheckpoint.read(resume_from)  # its errors come before the data are indexed
-        config = replace(config, model=replace(config.model, pretrained=str(resume_from)))
+        run = replace(config.run, loss=loss_name(config))
+        config = replace(config, run=run, model=replace(config.model, pretrained=str(resume_from)))
     elif resume_from is not None:
         saved = SavedRun.open(resume_from)
-    config, data = _complete(config, saved, ranks)
+        config = _as_begun(config, saved)
+    config, data = _complete(config, saved, ranks, fine_tuning=fine_tuning)
+    if fine_tuning and saved is None:
+        notes += _filled_for_weights(given, config)
     reset_loss = config.run.reset_loss_state
     if saved is not None and saved.already_reset(config, data.train.source.manifest(), len(data.train.source)):
         reset_loss = False
@@ -74,12 +86,36 @@ def resolve(config: TrainConfig) -> ResolvedRun:
     return ResolvedRun(
         config=config, loss_flags=loss_flags, data=data, ranks=ranks, device=device_of(config.run.device),
         batch=batch, steps=total_steps(config, samples=len(data.train), batch=batch), resume_from=resume_from,
-        saved=saved, reset_loss=reset_loss, zero_shot=_open_zero_shot(config), warnings=tuple(warnings),
+        saved=saved, reset_loss=reset_loss, zero_shot=_open_zero_shot(config), notes=tuple(notes),
     )  # fmt: skip
 
 
-def _complete(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tuple[TrainConfig, Datasets]:
-    spec_of(config.run.loss)
+def _as_begun(config: TrainConfig, saved: SavedRun) -> TrainConfig:
+    """A resumed run keeps the loss and, where it started from weights, the rates that were filled in then."""
+    before, run, optim = saved.content["settings"], config.run, config.optim
+    if run.loss == AUTO_LOSS:
+        run = replace(run, loss=str(before.get("loss", AUTO_LOSS)))
+    if config.model.pretrained is not None:
+        open_rates = {name: before.get(name) for name in ("lr", "warmup") if getattr(optim, name) is None}
+        optim = replace(optim, **{name: rate for name, rate in open_rates.items() if isinstance(rate, int | float)})
+    return replace(config, run=run, optim=optim)
+
+
+def _filled_for_weights(given: TrainConfig, filled: TrainConfig) -> list[str]:
+    """A note on the settings that were left open and got other values than a run from scratch."""
+    values = {
+        "--loss": filled.run.loss if given.run.loss == AUTO_LOSS else None,
+        "--lr": f"{filled.optim.lr:.3g}" if given.optim.lr is None else None,
+        "--warmup": filled.optim.warmup if given.optim.warmup is None else None,
+    }
+    flags = " ".join(f"{flag} {value}" for flag, value in values.items() if value is not None)
+    return [f"settings left open are filled for fine-tuning, as --pretrained is given: {flags}"] if flags else []
+
+
+def _complete(
+    config: TrainConfig, saved: SavedRun | None, ranks: Ranks, *, fine_tuning: bool
+) -> tuple[TrainConfig, Datasets]:
+    spec_of(loss_name(config))
     if "/" not in config.run.best_metric:  # the others belong to a zero-shot set, and are checked with it
         _check_best_metric(config.run.best_metric, RECALLS)
     check_trackers(config.run.report_to)
@@ -88,7 +124,7 @@ def _complete(config: TrainConfig, saved: SavedRun | None, ranks: Ranks) -> tupl
     # A resumed run keeps the ids that it began with, unless its data are new.
     manifest = None if saved is None or config.run.reset_loss_state else saved.manifest
     data = open_datasets(config.data, seed=config.run.seed, manifest=manifest)
-    config = fill(config, samples=len(data.train), processes=ranks.size)
+    config = fill(config, samples=len(data.train), processes=ranks.size, fine_tuning=fine_tuning)
     _check_ranks_agree(config, data, ranks)
     return config, data
 

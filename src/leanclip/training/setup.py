@@ -99,7 +99,7 @@ def build(run: ResolvedRun) -> BuiltRun:
     weights = config.model if saved is None else replace(config.model, pretrained=str(saved.path))
     model = model_for_run(config, weights)
     config = replace(config, loss=_starting_temperature(config, model))
-    notes = [f"warning: {warning}" for warning in run.warnings]
+    notes = list(run.notes)
     if saved is not None:
         notes += saved.compare(config, model.open_clip_config(), samples=run.samples, reset_loss=run.reset_loss)
         notes += [] if run.reset_loss else saved.ignored_settings(run.loss_flags)
