@@ -24,6 +24,7 @@ from leanclip.runs.config import RunConfig
 from leanclip.runs.defaults import default_name
 from leanclip.runs.stopping import Stopping
 from leanclip.training import Job, describe, set_up, train
+from leanclip.training.summary import summary
 from leanclip.version import __version__
 
 
@@ -46,7 +47,7 @@ def run_training(config: TrainConfig, *, began: float | None = None, quiet: bool
             job = set_up(config)
             directory, console = directory_of(job), console_of(job, quiet=quiet)
             job.context.ranks.broadcast_from_first(lambda: prepare_locked(job, directory, None if locked else lock))
-            announce(job, console)
+            announce(job, directory, console)
             checkpoint, stopped = train(job, directory, console, stop)
     if stopped:
         name = "" if config.run.name else f"--name {directory.path.name} "
@@ -88,8 +89,9 @@ def continued(config: TrainConfig) -> TrainConfig:
     return replace(config, run=replace(run, name=name, resume=resume, reset_loss_state=reset, overwrite=False))
 
 
-def announce(job: Job, console: Console) -> None:
+def announce(job: Job, directory: RunDirectory, console: Console) -> None:
     """Print what the user should know before the first step."""
+    console.print(*summary(job, directory), sep="\n")
     if broken := job.data.train.source.broken:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in broken.items())
         console.print(f"left out of the training data: {kinds}")
@@ -100,9 +102,6 @@ def announce(job: Job, console: Console) -> None:
         console.print(f"resumed from {job.resume_from} at step {job.position.step} of {job.steps}")
     if reason := job.model.padding_reason:
         console.print(f"captions run padded to the context length: {reason}")
-    if job.context.micro_batches > 1:
-        samples = -(-job.context.ranks.largest_share(job.loader.batch) // job.context.micro_batches)
-        console.print(f"micro-batches: {job.context.micro_batches} of {samples} samples a step")
 
 
 def lock_existing(run: RunConfig, lock: contextlib.ExitStack) -> bool:

@@ -14,6 +14,7 @@ import pytest
 from ranks_job import processes_where
 
 from leanclip.cli.train import parse_command
+from leanclip.runs.defaults import loss_name
 
 EXAMPLES = [Path(__file__).parents[2] / "examples" / "slurm" / f"{name}.sbatch" for name in ("srun", "torchrun")]
 
@@ -47,7 +48,7 @@ def test_examples_parse(example):
     assert "#SBATCH --requeue" in text and "scontrol requeue" in text
     (command,) = re.findall(r"leanclip train ([^&\n]*)", text)
     settings = parse_command(shlex.split(command)).settings
-    assert settings.run.loss == "fastclip-v3" and settings.run.save_every == 1000
+    assert loss_name(settings) == "fastclip-v3" and settings.run.save_every == 1000
     assert settings.run.resume == "auto"
 
 

@@ -70,7 +70,7 @@ def test_sections_stand_under_plain_headings(capsys, monkeypatch):
         assert word not in text
     assert "  --image-mean FLOAT FLOAT FLOAT\n" in text
     assert "  --precision {amp_bf16,amp_bfloat16,amp,fp32,fp64}\n" in text
-    assert "(default: fastclip-v3)" in text
+    assert "(default: auto)" in text
 
 
 def test_help_shows_the_values_of_a_recipe(capsys, monkeypatch):

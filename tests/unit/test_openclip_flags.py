@@ -207,7 +207,7 @@ DOCUMENTED = {
     "language model": """--train-data="TARS" --train-num-samples 3000000 --val-data="TARS" --val-num-samples 10000
         --dataset-type webdataset --batch-size 256 --warmup 2000 --epochs 10 --lr 5e-4 --precision amp --workers 6
         --model "roberta-ViT-B-32" --lock-text --lock-text-unlocked-layers 10 --name "10_unfrozen"
-        --report-to "tensorboard" """,
+        --report-to "tensorboard" --pretrained 'WEIGHTS' """,  # whose text tower starts from random weights otherwise
     "two sources": """--train-data "TARS::TARS2" --dataset-resampled --train-data-upsampling-factors=1::2
         --train-num-samples 800 --force-patch-dropout 0. --dataset-type webdataset""",
     "clipa b16": """--save-frequency 1 --save-most-recent --zeroshot-frequency 1 --train-data 'FOLDER'

@@ -126,12 +126,12 @@ def test_a_dry_run_says_what_would_happen_and_shows_a_batch(tmp_path, capsys, mo
     train(tmp_path, "dry", "--dry-run", "--workers", "0", "--loss", "fastclip-v2")
     assert asked == [{"kernels": False}]  # none is launched, so a GPU's need not be compiled
     shown = capsys.readouterr().out
-    for fact in ("1,830", "224 (14 an epoch, 22 of warm-up)", "leanclip-tiny", "per-sample state"):
+    for fact in ("1,830 samples", "224, 14 an epoch", "22 steps of warm-up", "leanclip-tiny", "fastclip-v2 (tau "):
         assert fact in shown
     from PIL import Image
 
     with Image.open(tmp_path / "dry.dry_run.png") as picture:
-        assert picture.width > 400 and len(set(picture.convert("L").tobytes())) > 50
+        assert picture.width > 900 and len(set(picture.convert("L").tobytes())) > 50
     assert not (tmp_path / "dry").exists()  # the real run may have this name
 
 

@@ -14,8 +14,8 @@ from leanclip.runs import TrainConfig
 from leanclip.runs.stopping import exit_code
 from leanclip.settings import common
 from leanclip.training import set_up
-from leanclip.training.preview import preview
-from leanclip.training_run import console_of, directory_of, joined_processes, run_training
+from leanclip.training.summary import preview
+from leanclip.training_run import announce, console_of, directory_of, joined_processes, run_training
 
 DESCRIPTION = """Train a CLIP model.
 
@@ -61,7 +61,10 @@ def run(arguments: list[str]) -> None:
 
 def show_preview(config: TrainConfig) -> None:
     job = set_up(config, kernels=False)
-    job.context.ranks.broadcast_from_first(lambda: preview(job, directory_of(job), console_of(job)))
+    directory, console = directory_of(job), console_of(job)
+    announce(job, directory, console)
+    path = job.context.ranks.broadcast_from_first(lambda: preview(job, directory))
+    console.print(f"dry run: nothing was trained; one augmented batch with its captions: {path}")
 
 
 def show_profile(config: TrainConfig) -> None:

@@ -57,6 +57,8 @@ class Job:
     notes: tuple[str, ...] = ()  # for the user, before the first step
     compiled: bool = False  # so the first step takes longer
     zero_shot: tuple[tuple[LabelledSet, Prompts], ...] = ()  # classified at each evaluation
+    seconds_per_step: float | None = None  # measured during set-up, where that was needed
+    peak_bytes: int | None = None  # of memory, likewise
 
     @property
     def epochs(self) -> int:

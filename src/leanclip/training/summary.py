@@ -1,0 +1,110 @@
+"""What a run is about to do: a few lines that open its log, and for a dry run one augmented batch as an image."""
+
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from leanclip.data import Batch
+from leanclip.filesystem import atomic_path, writing
+from leanclip.runs.run_directory import RunDirectory, environment
+from leanclip.training.setup import Job
+
+SHOWN, COLUMNS = 16, 4
+CELL, GAP = 224, 12  # pixels
+FONT_SIZE, CAPTION_WIDTH, CAPTION_LINES = 16, 26, 4  # pixels, characters
+
+
+def summary(job: Job, directory: RunDirectory) -> list[str]:
+    """The run in at most 14 lines, for its log and for --dry-run. What is not known has no line."""
+    config, context, decoder = job.config, job.context, job.model.untrained_decoder
+    facts = {
+        "run": f"{config.run.name}, written to {directory.path}",
+        "data": _data(job),
+        "held out": f"{len(job.data.val):,} samples" if job.data.val else "none",
+        "model": config.model.model,
+        **{f"{tower.side} tower": str(tower).partition(": ")[2] for tower in job.model.summary()},
+        "decoder": f"of CoCa, {decoder:,} parameters: not trained" if decoder else "",
+        "loss": _loss(job),
+        "batch": f"{context.global_batch:,} on {_count(context.ranks.size, 'process')}, each in"
+        f" {_count(context.micro_batches, 'micro-batch')}",
+        "steps": f"{job.steps:,}, {job.loader.steps_per_epoch:,} an epoch;"
+        f" evaluation {_every(config.run.eval_every)}, checkpoint {_every(config.run.save_every)}",
+        "optimizer": f"{config.optim.opt}, learning rate {config.optim.lr:.3g} {config.optim.lr_scheduler} after"
+        f" {config.optim.warmup:,} steps of warm-up, weight decay {config.optim.wd:g}",
+        "device": f"{environment(job.device)['device']}, {config.run.precision}"
+        + (f", {_count(torch.get_num_threads(), 'thread')}" if job.device.type == "cpu" else "")
+        + (", compiled" if job.compiled else ""),
+        "expected": _expected(job),
+    }
+    return [f"{name + ':':<12} {fact}" for name, fact in facts.items() if fact]
+
+
+def _data(job: Job) -> str:
+    train = job.data.train
+    names, files = job.config.data.train_data or "the bundled emoji", train.source.manifest()
+    visits = f", {len(train):,} visits an epoch" if len(train) != len(train.source) else ""
+    return f"{names}: {len(train.source):,} samples{visits}" + (f" in {_count(len(files), 'file')}" if files else "")
+
+
+def _loss(job: Job) -> str:
+    hyper = {name: value for name, value in asdict(job.config.loss).items() if value is not None}
+    values = [f"{name} {value:.3g}" if type(value) is float else f"{name} {value}" for name, value in hyper.items()]
+    state = sum(buffer.numel() * buffer.element_size() for buffer in job.context.loss.buffers())
+    tables = f"; per-sample tables {state / 2**20:,.1f} MiB" if state > 2**20 else ""
+    return f"{job.config.run.loss} ({', '.join(values)}){tables}"
+
+
+def _expected(job: Job) -> str:
+    """From steps that were measured while the run was set up."""
+    seconds, peak = job.seconds_per_step, job.peak_bytes
+    hours = "" if seconds is None else _duration(seconds * (job.steps - job.position.step))
+    memory = "" if peak is None else f"{peak / 2**30:,.1f} GiB"
+    return ", ".join(text for text in (hours, memory) if text)
+
+
+def _duration(seconds: float) -> str:
+    minutes = seconds / 60
+    return f"about {minutes / 60:,.1f} hours" if minutes >= 90 else f"about {max(1, round(minutes))} min"
+
+
+def _every(steps: int | None) -> str:
+    return f"every {steps:,} steps" if steps else "at the end"
+
+
+def _count(number: int, thing: str) -> str:
+    plural = f"{thing}es" if thing.endswith(("s", "ch")) else f"{thing}s"
+    return f"{number:,} {thing if number == 1 else plural}"
+
+
+def preview(job: Job, directory: RunDirectory) -> Path:
+    """The image of a dry run, written beside where the run directory would be."""
+    batch = next(job.loader.epoch(0))
+    path = directory.path.with_name(f"{directory.path.name}.dry_run.png")
+    with writing(path, code="run.not_writable", remedy="give another --logs"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path, suffix=".png") as temporary:
+            contact_sheet(job, batch).save(temporary)
+    return path
+
+
+def contact_sheet(job: Job, batch: Batch) -> Image.Image:
+    """The first images of a batch as the model gets them, with the captions decoded from their tokens."""
+    count, font = min(SHOWN, len(batch)), ImageFont.load_default(FONT_SIZE)
+    height = CELL + CAPTION_LINES * (FONT_SIZE + 6) + GAP
+    sheet = Image.new("RGB", (COLUMNS * (CELL + GAP) + GAP, -(-count // COLUMNS) * height + GAP), "white")
+    draw = ImageDraw.Draw(sheet)
+    for number in range(count):
+        x, y = number % COLUMNS * (CELL + GAP) + GAP, number // COLUMNS * height + GAP
+        sheet.paste(_pixels(batch.images[number]), (x, y))
+        caption = job.model.decode(batch.tokens[number])
+        lines = textwrap.wrap(caption, CAPTION_WIDTH, max_lines=CAPTION_LINES, placeholder=" …")
+        draw.multiline_text((x, y + CELL + 4), "\n".join(lines), fill="black", font=font, spacing=4)
+    return sheet
+
+
+def _pixels(image: Tensor) -> Image.Image:
+    return Image.fromarray(image.permute(1, 2, 0).numpy()).resize((CELL, CELL), Image.Resampling.BILINEAR)

@@ -1,0 +1,117 @@
+"""A run opens with a summary, and a dry run prints the same; weights that are given change what is filled in."""
+
+import json
+import shlex
+
+import pytest
+from test_cli_errors import refusal
+from test_locked_towers import COCA
+from test_names import SHORT, finishes
+
+from leanclip.cli.openclip_flags import from_openclip
+from leanclip.config import TrainConfig, override
+from leanclip.recipes import load_recipe
+from leanclip.runs.defaults import fill
+from refusal import refusal_code
+
+FACTS = [
+    "run",
+    "data",
+    "held out",
+    "model",
+    "image tower",
+    "text tower",
+    "loss",
+    "batch",
+    "steps",
+    "optimizer",
+    "device",
+]
+
+
+def command(folder, *flags):
+    return ["train", "--model", "leanclip-tiny", "--logs", str(folder), *SHORT, *flags]
+
+
+def facts(printed):
+    """The lines of the summary, by name."""
+    lines = (line.partition(":") for line in printed.splitlines())
+    return {name: text.strip() for name, _, text in lines if name in (*FACTS, "decoder", "expected")}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    from leanclip.cli import main
+
+    folder = tmp_path_factory.mktemp("start")
+    with pytest.raises(SystemExit):
+        main(command(folder, "--name", "start", "--loss", "infonce"))
+    return folder / "start"
+
+
+def test_a_run_and_its_dry_run_print_the_same_summary(tmp_path, capsys):
+    flags = command(tmp_path, "--name", "x", "--loss", "fastclip-v3")
+    dry, real = facts(finishes([*flags, "--dry-run"], capsys)), facts(finishes(flags, capsys))
+    assert dry == real and set(FACTS) <= set(real) and len(real) <= 14
+    assert str(tmp_path / "x") in real["run"] and "1,830 samples" in real["data"]
+    assert (
+        "rho 6.5" in real["loss"] and "gamma_min 0.2" in real["loss"] and real["batch"].startswith("4 on 1 process")
+    )
+    assert "random weights" in real["image tower"] and "fp32" in real["device"]
+
+
+def test_weights_are_fine_tuned_with_what_was_left_open(weights, tmp_path, capsys):
+    printed = finishes(command(tmp_path, "--name", "tuned", "--pretrained", str(weights)), capsys)
+    lines = facts(printed)
+    assert lines["loss"].startswith("infonce") and "learning rate 1.25e-06" in lines["optimizer"]  # 1e-5 at batch 256
+    assert "filled for fine-tuning, as --pretrained is given: --loss infonce --lr 1.25e-06" in printed
+    assert str(weights) in lines["image tower"] and str(weights) in lines["text tower"]
+    given = command(
+        tmp_path, "--name", "given", "--pretrained", str(weights), "--lr", "3e-4", "--loss", "fastclip-v3"
+    )
+    printed = finishes([*given, "--dry-run"], capsys)
+    assert "learning rate 0.0003" in printed and "fastclip-v3 (" in printed and "fine-tuning" not in printed
+
+
+def test_a_run_that_began_with_other_rates_keeps_them(weights, tmp_path, capsys):
+    """As one from before the rule knew of weights."""
+    start = command(tmp_path, "--name", "x", "--pretrained", str(weights))
+    finishes([*start, "--lr", "1e-3", "--loss", "fastclip-v3"], capsys)
+    printed = finishes([*start, "--resume", "auto"], capsys)
+    assert "learning rate 0.001" in printed and "fastclip-v3" in facts(printed)["loss"]
+
+
+def test_the_recipe_for_fine_tuning_has_the_rules_values():
+    values = load_recipe("finetune")
+    config = fill(override(TrainConfig(), values | {"pretrained": "x", "model": "ViT-B-32"}, "test"), samples=100_000)
+    assert (config.run.loss, config.optim.lr, config.optim.warmup) == ("infonce", 1e-5, 195)
+    assert not values.keys() & {"loss", "lr", "warmup", "lr_tau"}, "a second source of these"
+    long = fill(override(TrainConfig(), {"pretrained": "x", "loss": "fastclip-v3"}, "test"), samples=10**7)
+    assert (long.optim.warmup, long.loss.lr_tau) == (1000, 1e-5)
+
+
+@pytest.mark.parametrize("flag", ["--lock-image", "--lock-text"])
+def test_a_random_tower_is_not_frozen(flag, tmp_path, capsys):
+    line = refusal(command(tmp_path, flag, "--name", "x"), capsys)
+    assert refusal_code(line) == "model.locked_without_weights" and not list(tmp_path.iterdir())
+
+
+def test_the_summary_names_what_is_frozen(weights, tmp_path, capsys):
+    locked = command(tmp_path, "--name", "x", "--pretrained", str(weights), "--lock-image", "--dry-run")
+    tower = facts(finishes(locked, capsys))["image tower"]
+    assert str(weights) in tower and "frozen" in tower and "1.4 M of 1.4 M" not in tower
+
+
+def test_a_coca_model_says_that_its_decoder_is_not_trained(tmp_path, capsys):
+    text = COCA["text_cfg"] | {"vocab_size": 49408, "context_length": 77}
+    decoder = COCA["multimodal_cfg"] | {"vocab_size": 49408}
+    (tmp_path / "coca.json").write_text(json.dumps(COCA | {"text_cfg": text, "multimodal_cfg": decoder}))
+    arguments = ["train", "--recipe", "demo", *SHORT, "--model", str(tmp_path / "coca.json"), "--logs", str(tmp_path)]
+    assert "not trained" in facts(finishes([*arguments, "--dry-run"], capsys))["decoder"]
+
+
+def test_a_line_of_openclip_says_that_the_loss_is_not_openclips():
+    line = "--train-data x.tar --dataset-type webdataset"
+    for flags, said in ((line, True), (f"{line} --loss infonce", False), (f"{line} --siglip", False)):
+        notes = " / ".join(from_openclip(shlex.split(flags))[1])
+        assert ("fastclip-v3, which is not OpenCLIP's; --loss infonce is" in notes) == said
