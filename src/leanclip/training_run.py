@@ -46,14 +46,29 @@ def run_training(config: TrainConfig, *, began: float | None = None, quiet: bool
             locked = Ranks.current().broadcast_from_first(lambda: lock_existing(config.run, lock))
             job = set_up(config)
             directory, console = directory_of(job), console_of(job, quiet=quiet)
-            job.context.ranks.broadcast_from_first(lambda: prepare_locked(job, directory, None if locked else lock))
-            announce(job, directory, console)
-            checkpoint, stopped = train(job, directory, console, stop)
+            with removed_if_it_fails(directory, new=job.context.ranks.first and not directory.has_content()):
+                job.context.ranks.broadcast_from_first(
+                    lambda: prepare_locked(job, directory, None if locked else lock)
+                )
+                announce(job, directory, console)
+                checkpoint, stopped = train(job, directory, console, stop)
     if stopped:
         name = "" if config.run.name else f"--name {directory.path.name} "
         console.print(f"stopped, since {stopped}: the same command with {name}--resume auto continues the run")
     console.print(f"checkpoint: {checkpoint}", f"report:     leanclip report {directory.path}", sep="\n")
     return FinishedRun(directory, checkpoint, stopped)
+
+
+@contextlib.contextmanager
+def removed_if_it_fails(directory: RunDirectory, *, new: bool) -> Iterator[None]:
+    """A new run that fails before it has logged or saved anything leaves nothing that blocks a corrected command."""
+    try:
+        yield
+    except Exception:
+        with contextlib.suppress(OSError):
+            if new:
+                directory.discard()
+        raise
 
 
 @contextlib.contextmanager

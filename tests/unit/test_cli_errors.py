@@ -128,6 +128,7 @@ def test_a_broken_sample_is_one_line_from_a_worker_too(workers, capsys, tmp_path
     arguments = ["--train-data", str(shard), "--logs", str(tmp_path), "--batch-size", "4", "--workers", workers]
     line = refusal(train("--name", "bad", "--max-steps", "1", "--warmup", "0", *arguments), capsys)
     assert "not UTF-8" in line and "latin.tar" in line
+    assert not (tmp_path / "bad").exists()  # which would block the corrected command
 
 
 def test_a_checkpoint_of_another_model(capsys, tmp_path):

@@ -127,6 +127,12 @@ def fresh_wandb():
     wandb.teardown()
 
 
+def without_login(home, monkeypatch):
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.mark.usefixtures("fresh_wandb")
 def test_wandb_offline_continues_the_same_run_after_a_resume(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -136,10 +142,12 @@ def test_wandb_offline_continues_the_same_run_after_a_resume(tmp_path, monkeypat
     output = capsys.readouterr()
     assert "wandb sync" in output.out and "wandb" not in output.err
     shutil.rmtree(run / "checkpoints" / "step_00000003")
-    train(tmp_path, "run", *arguments, "--max-steps", "3", "--resume", "latest")
-    assert json.loads((run / "run.json").read_text())["wandb_id"] == identity
     import wandb
 
+    wandb.teardown()
+    without_login(tmp_path, monkeypatch)
+    train(tmp_path, "run", *arguments, "--max-steps", "3", "--resume", "latest")
+    assert json.loads((run / "run.json").read_text())["wandb_id"] == identity
     wandb.teardown()  # the file is complete when wandb's process ends, not when finish returns
 
     first, second = sorted(run.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
@@ -157,16 +165,16 @@ def test_wandb_offline_continues_the_same_run_after_a_resume(tmp_path, monkeypat
 
 @pytest.mark.usefixtures("fresh_wandb")
 def test_a_wandb_that_does_not_start_is_reported_on_one_line(tmp_path, monkeypatch, capsys):
+    without_login(tmp_path, monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setenv("HOME", str(tmp_path))  # without a login
-    for name in ("WANDB_API_KEY", "NETRC", "WANDB_CONFIG_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    few = [*FEW, "--max-steps", "2", "--report-to", "wandb"]
+    few = [*FEW, "--max-steps", "2"]
     with pytest.raises(SystemExit) as stop:
-        main(["train", "--recipe", "demo", "--logs", str(tmp_path), *few])
+        main(["train", "--recipe", "demo", "--logs", str(tmp_path), "--name", "run", *few, "--report-to", "wandb"])
     assert stop.value.code != 0
     error = capsys.readouterr().err.strip()
     assert refusal_code(error) == "trackers.wandb" and "\n" not in error
+    assert not (tmp_path / "run").exists()
+    train(tmp_path, "run", *few)  # nothing blocks the corrected command
 
 
 def test_histograms_count_every_sample_once():

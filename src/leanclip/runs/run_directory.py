@@ -68,7 +68,7 @@ class RunDirectory:
         The lock ends with the process, and child processes do not inherit it. A file system without locks is used
         without one. Opening and closing the lock file releases it, as when the process copies the directory.
         """
-        if self._has_content() and not self.is_run:  # `prepare` refuses it
+        if self.has_content() and not self.is_run:  # `prepare` refuses it
             yield False
             return
         if self.is_held:
@@ -89,7 +89,7 @@ class RunDirectory:
         With `beginning` (--resume auto without a checkpoint) it restarts, and weights that it saved are kept.
         """
         resumed = resume_from is not None and self.path.resolve() in resume_from.resolve().parents
-        if not resumed and self._has_content():
+        if not resumed and self.has_content():
             if resume_from is not None:
                 raise UserError(f"{self.path} is not the run to resume; give another --name", code="run.other")
             if not overwrite and not beginning:
@@ -119,12 +119,22 @@ class RunDirectory:
             else:
                 path.rename(kept / path.name)
 
-    def _has_content(self) -> bool:
+    def has_content(self) -> bool:
         """Whether it holds more than a run that was killed while it started."""
         names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
         started = {"checkpoints", LOCK_FILE}
         unfinished = {name for name in names if name.startswith(f".{RUN_FILE}.")}
         return not names <= started | unfinished or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
+
+    def discard(self) -> None:
+        """Remove a run that failed before its first checkpoint, log line or diagnosis, so that its name is free."""
+        saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        logged = self.metrics.is_file() and '"kind": "train"' in self.metrics.read_text(errors="replace")
+        if saved or logged or self.diagnosis.exists() or not self.path.is_dir():
+            return
+        for path in list(self.path.iterdir()):
+            remove(path)
+        self.path.rmdir()
 
     def facts(self) -> dict[str, Any]:
         """The content of run.json; nothing if it is missing or damaged."""

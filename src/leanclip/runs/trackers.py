@@ -1,6 +1,7 @@
 """Trackers that show the numbers of metrics.jsonl: TensorBoard, and Weights & Biases. The only module with wandb."""
 
 import itertools
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -81,7 +82,10 @@ class WeightsAndBiases:
         import wandb
 
         self._wandb: Any = wandb
-        identity = str(directory.facts().get("wandb_id") or uuid.uuid4().hex[:12])
+        facts = directory.facts()
+        identity = str(facts.get("wandb_id") or uuid.uuid4().hex[:12])
+        # A run recorded offline continues so, since a run that needed no login should not need one to resume.
+        offline = facts.get("wandb_offline") is True and "WANDB_MODE" not in os.environ
         values = {name: value for part in asdict(config).values() for name, value in part.items()}
         try:
             self._run: Any = wandb.init(
@@ -90,6 +94,7 @@ class WeightsAndBiases:
                 notes=config.run.wandb_notes,
                 id=identity,
                 resume="allow",
+                mode="offline" if offline else None,
                 config=values,
                 dir=str(directory.path),
                 settings=wandb.Settings(console="off", silent=True),
@@ -100,7 +105,7 @@ class WeightsAndBiases:
                 " wandb out of --report-to",
                 code="trackers.wandb",
             ) from error
-        directory.describe(wandb_id=identity)
+        directory.describe(wandb_id=identity, wandb_offline=bool(self._run.offline))
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         folder = Path(self._run.dir).parent
