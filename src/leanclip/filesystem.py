@@ -2,6 +2,7 @@
 JSON from files that may be damaged."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ MAX_JSON_DIGITS = 20  # of an integer: 64 bits
 @contextlib.contextmanager
 def atomic_path(final: Path, *, suffix: str = ".tmp") -> Iterator[Path]:
     """A temporary path beside `final`, which is moved to it when the block succeeds and removed when it fails."""
+    check_target(final)
     handle, name = tempfile.mkstemp(dir=final.parent, prefix=f".{final.name}.", suffix=suffix)
     os.close(handle)
     temporary = Path(name)
@@ -32,6 +34,14 @@ def atomic_path(final: Path, *, suffix: str = ".tmp") -> Iterator[Path]:
         temporary.replace(final)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_target(final: Path) -> None:
+    """An OSError if a file cannot get this path; a move to a device such as /dev/stdout would replace it."""
+    if not final.absolute().parent.is_dir():
+        raise OSError(errno.ENOENT, "no such directory")
+    if final.exists() and not final.is_file():
+        raise OSError(errno.EEXIST, "not a regular file")
 
 
 @contextlib.contextmanager

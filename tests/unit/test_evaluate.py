@@ -112,6 +112,7 @@ def test_several_processes(small_run, sets, tmp_path):
         (["--suite-data", "x"], "config.bad_value", "--suite-data needs --suite"),
         (["--suite", "clip_bench"], "cli.bad_value", "clip_benchmark"),
         (["--json", "absent/figures.json"], "evaluation.not_writable", "absent/figures.json"),
+        (["--csv", "classes"], "evaluation.not_writable", "classes (not a regular file)"),
         (["--batch-size", "0"], "config.bad_value", "batch_size is 0"),
     ],
 )

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from PIL import Image, ImageDraw
 
 from browser import inspect_page, needs_browser
 from leanclip.reporting import write_report
-from leanclip.reporting.curves import evaluation_charts, training_charts
-from leanclip.reporting.report_sections import duration, key_figures, moment, tables
+from leanclip.reporting.curves import curve_of, evaluation_charts, training_charts
+from leanclip.reporting.report_sections import Column, duration, key_figures, moment, tables
 from leanclip.reporting.run_reader import read_run
 from refusal import refuses
 
@@ -156,10 +157,79 @@ def test_evaluation_table(tmp_path: Path):
         "0.25",
     ]
     assert [cell.best for cell in table.rows["10"]] == [False] + [True] * 6 + [False]
+    assert not any(cell.best for cell in table.rows["before training"])
     assert table.chance == ("0.4 %", "2.0 %", "3.9 %", "0.4 %", "2.0 %", "3.9 %", "")
     (table,) = tables(read_run(write_run(tmp_path, [eval_row(5, 0.5, captions=1280)])))
-    assert table.chance == ("0.4 %", "2.0 %", "3.9 %", "", "", ""), "chance among images is not that among captions"
+    assert not any(cell.best for cells in table.rows.values() for cell in cells), "one row has no best"
     assert table.size == "256 images, 1,280 captions"
+
+
+def test_chance_is_known_in_both_directions(tmp_path: Path):
+    """Five captions of each image: a caption has one right image, an image five right captions."""
+    run = read_run(write_run(tmp_path, [eval_row(0, 0.1, captions=1280), eval_row(5, 0.5, captions=1280)]))
+    by_image = [f"{100 * (1 - math.comb(1275, k) / math.comb(1280, k)):.1f} %" for k in (1, 5, 10)]
+    assert tables(run)[0].chance == ("0.4 %", "2.0 %", "3.9 %", *by_image)
+    assert [list(chart.references) for chart in evaluation_charts(run)] == [["chance of recall@10:"]] * 2
+    assert all(math.isfinite(value) for chart in evaluation_charts(run) for value in chart.references.values())
+
+
+@pytest.mark.parametrize(
+    ("values", "better", "best"),
+    [
+        ((0.2, 0.5, 0.4), 1, [False, True, False]),
+        ((0.2, 0.5, 0.4), -1, [True, False, False]),
+        ((0.2, 0.5, 0.4), 0, [False, False, False]),
+        ((0.5, 0.50001, 0.4), 1, [True, True, False]),  # shown as the same figure
+        ((0.5, 0.5), 1, [False, False]),
+        ((0.5, math.nan), 1, [False, False]),
+        ((0.0, 0.1), -1, [True, False]),
+    ],
+)
+def test_the_best_is_marked_by_one_rule(values: tuple[float, ...], better: int, best: list[bool]):
+    assert [cell.best for cell in Column(key="k", title="k", better=better).cells(values)] == best
+
+
+def test_best_of_both_kinds_of_evaluation_is_in_the_tiles(tmp_path: Path):
+    classified = [
+        {"kind": "eval", "step": step, "set": "groups", "metrics": {"top1": top1, "chance@1": 0.2}}
+        for step, top1 in ((10, 0.6), (20, 0.5))
+    ]
+    shown = figures(write_run(tmp_path, [eval_row(10, 0.5), eval_row(20, 0.4), *classified]))
+    for name in ("Text-to-image recall@10", "Zero-shot top-1, groups"):
+        assert re.search(r"step 20, best \d\d\.\d % at step 10", shown[name][1])
+
+
+def test_evaluation_comes_first(tmp_path: Path):
+    html = page(write_run(tmp_path))
+    assert html.index("<h2>Evaluation</h2>") < html.index("<h2>Training</h2>")
+
+
+LOGGED = (
+    *("loss", "tau", "lr", "samples_per_second", "grad_norm", "data_wait", "gpu_memory_gib", "resident_gib"),
+    *("effective_negatives", "gamma", "log_u_mean", "log_u_spread", "estimate_gap", "never_visited", "bias"),
+    *("skipped_steps", "loss_scale", "loss_bytes", "loss_collectives", "broken_no_image", "log_u_image", "tau_text"),
+)
+
+
+@pytest.mark.parametrize("key", LOGGED)
+def test_every_logged_number_has_a_name_and_an_explanation(key: str):
+    curve = curve_of(key)
+    assert "_" not in curve.title and curve.title != key
+    assert curve.note.endswith(".")
+
+
+@pytest.mark.parametrize(("pretrained", "text"), [('pretrained = "laion2b_e16"', "laion2b_e16"), ("", "random")])
+def test_header_names_the_starting_weights(tmp_path: Path, pretrained: str, text: str):
+    run = write_run(tmp_path, [train_row(1)])
+    (run / "config.toml").write_text(f'model = "ViT-B-32"\n{pretrained}\n')
+    assert f"<dt>Starting weights</dt><dd>{text}</dd>" in page(run)
+
+
+def test_stopped_run_says_where_it_stopped_and_how_to_continue(tmp_path: Path):
+    html = page(write_run(tmp_path / "my run", [train_row(500)], status="stopped"))
+    assert "Stopped at step 500 of 2,000: 25% of the steps logged" in html
+    assert "my run/config.toml&#39; --name shapes --resume auto" in html
+    assert "--resume auto" not in page(write_run(tmp_path / "done", [train_row(2000)]))
 
 
 def test_every_set_has_its_own_table_and_charts(tmp_path: Path):
@@ -174,7 +244,7 @@ def test_running_run_names_missing_parts(tmp_path: Path):
     html = page(run)
     assert "No evaluation yet." in html
     assert "No panel yet" in html
-    assert "25 % of the steps logged" in html
+    assert "Running at step 500 of 2,000: 25% of the steps logged" in html
     assert figures(run)["Text-to-image recall@10"] == ("–", "not evaluated yet")
     assert "No training step logged yet." in page(write_run(tmp_path, [eval_row(0, 0.04)], status="running"))
 
@@ -242,7 +312,7 @@ def test_numbers_that_are_not_finite_are_gaps(tmp_path: Path):
 
 def test_unknown_numbers_get_a_curve(tmp_path: Path):
     run = read_run(write_run(tmp_path, [train_row(1, queue=3, comment="text")]))
-    assert [c.title for c in training_charts([run], ["run"])][-2:] == ["gamma", "queue"]
+    assert [c.title for c in training_charts([run], ["run"])][-2:] == ["Inner learning rate γ", "queue"]
 
 
 def test_caption_without_utf8_form_does_not_stop_the_report(tmp_path: Path):
@@ -268,7 +338,7 @@ def test_refusals(tmp_path: Path):
         write_report(tmp_path)
     run = write_run(tmp_path / "run", [train_row(1)])
     (tmp_path / "folder").mkdir()
-    with refuses("report.not_writable", "folder", "--output"):
+    with refuses("report.not_writable", "folder"):
         write_report(run, tmp_path / "folder")
     assert not list(tmp_path.glob(".*folder*"))
 
@@ -304,7 +374,7 @@ def test_browser_shows_the_report(tmp_path: Path, width: int, dark: bool):
 def test_browser_shows_values_under_the_pointer(tmp_path: Path):
     report = write_report(write_run(tmp_path / "run"))
     point = """() => {
-      const svg = document.querySelectorAll("svg[data-chart]")[7];
+      const svg = document.querySelector("svg[data-chart]");
       const box = svg.getBoundingClientRect();
       svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + 0.5 * box.width, clientY: box.top }));
     }"""
@@ -312,6 +382,30 @@ def test_browser_shows_values_under_the_pointer(tmp_path: Path):
     assert state.console == []
     assert "step 1,000\nrecall@1  13.3" in state.text
     assert "\nrecall@5  30.504 %\nrecall@10  38.13 %" in state.text
+
+
+LAYOUT = """() => {
+  const box = document.querySelector(".figures").getBoundingClientRect();
+  const rows = {};
+  for (const tile of document.querySelectorAll(".figure")) {
+    const { top, right } = tile.getBoundingClientRect();
+    rows[top] = Math.max(rows[top] ?? 0, right);
+  }
+  const hints = [...document.querySelectorAll(".more")].map((hint) => hint.getBoundingClientRect().height > 0);
+  const wide = [...document.querySelectorAll(".scroll")].map((table) => table.scrollWidth > table.clientWidth);
+  document.body.innerText = JSON.stringify({ gaps: Object.values(rows).map((r) => box.right - r), hints, wide });
+}"""
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "wide"), [(1280, False), (400, True)])
+def test_tiles_fill_their_rows_and_wide_tables_say_so(tmp_path: Path, width: int, wide: bool):
+    rows = [train_row(1000, resident_gib=1.0), eval_row(0, 0.1), eval_row(1000, 0.5)]
+    rows.append({"kind": "eval", "step": 1000, "set": "groups", "metrics": {"top1": 0.6}})
+    report = write_report(write_run(tmp_path / "run", rows))  # seven tiles
+    layout = json.loads(inspect_page(report, tmp_path / "page.png", width=width, script=LAYOUT).text)
+    assert len(layout["gaps"]) > 1 and max(layout["gaps"]) < 2
+    assert layout["hints"] == layout["wide"] and layout["hints"][0] is wide
 
 
 @needs_browser

@@ -81,7 +81,7 @@ def three_runs(folder: Path) -> list[Path]:
 def test_comparison_has_the_final_figures_and_what_differs(tmp_path: Path):
     runs = [read_run(run) for run in three_runs(tmp_path)]
     by_title = final_figures(runs)
-    recall = by_title["Text to image R@10, val"]
+    recall = by_title["Text to image recall@10, val"]
     assert [cell.text for cell in recall] == ["55.8 %", "67.0 %", "44.6 %"]
     assert [cell.best for cell in recall] == [False, True, False]
     assert [cell.text for cell in by_title["Zero-shot top-1, groups"]] == ["50.0 %", "60.0 %", "40.0 %"]
@@ -108,7 +108,7 @@ def test_runs_with_different_batches_have_pairs_on_the_x_axis(tmp_path: Path):
     (recall, *_), (median, *_) = compared_evaluations(runs, names), histogram_charts(runs, names)
     assert [list(s.x) for s in recall.series] == [[0, 64000, 128000]] * 2 + [[0, 128000, 256000]]
     assert [list(s.x) for s in median.series] == [[64000, 128000]] * 2 + [[128000, 256000]]
-    assert median.title == "Estimator log u of the images, median"
+    assert median.title == "Estimate log u of the images, median"
     assert recall.references == {"chance": pytest.approx(100 * 10 / 256)}
 
 
@@ -148,7 +148,7 @@ def test_quantiles_of_one_run_over_time(tmp_path: Path):
     median = next(series for series in estimator.series if series.name == "median")
     assert list(median.y) == pytest.approx([-0.5 + 0.5 * 49.5 / 60, -1 + 0.5 * 49.5 / 60])
     assert [series.name for series in estimator.series] == ["95 %", "median", "5 %"]
-    assert estimator.note == "1.0% of the samples not visited yet."
+    assert estimator.note.endswith("1.0% of the samples not visited yet.")
     empty = [train_row(1), histogram_row(1, counts=[0] * 20)]
     assert histogram_charts([read_run(write_run(tmp_path, empty))], ["run"]) == []
 
@@ -192,12 +192,12 @@ def test_broken_zero_shot_is_left_out_and_named(tmp_path: Path, text: str):
 def test_classification_and_memory_are_shown(tmp_path: Path):
     run = write_run(tmp_path, rows(), processes=4)
     found = {figure.name: (figure.value, figure.detail) for figure in key_figures(read_run(run))}
-    assert found["Zero-shot top-1, groups"] == ("50.0 %", "chance 20.0 %, step 2,000")
+    assert found["Zero-shot top-1, groups"] == ("50.0 %", "chance 20.0 % (2.5×), step 2,000")
     assert found["Memory"] == ("1 GiB", "resident, maximum")
     groups = tables(read_run(run))[1]
     assert groups.size == "50 images" and list(groups.groups) == ["Zero-shot"]
     assert [cell.text for cell in groups.rows["2,000"]] == ["1", "50.0 %", "90.0 %", "40.0 %"]
-    assert groups.chance == ("20.0 %", "", "")
+    assert groups.chance == ("20.0 %", "", "20.0 %")
     html = page(run)
     for text in ("Resident memory (GiB)", "Per-sample state"):
         assert text in html

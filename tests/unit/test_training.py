@@ -65,14 +65,15 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert_same_weights(last, weights(again))
 
 
-def test_resume_latest_drops_the_lines_after_the_checkpoint(tmp_path):
+def test_resume_latest_drops_damaged_lines_and_those_after_the_checkpoint(tmp_path):
     few = ["--batch-size", "64", "--log-every", "1", "--eval-every", "0", "--workers", "0"]
     run = train(tmp_path, "run", *few, "--max-steps", "6", "--warmup", "1")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "step": 7, "loss": 1.0}\n{"kind": "tra')
+        file.write('123\n{"kind": "train", "step": 7, "loss": 1.0}\n{"kind": "tra')
     train(tmp_path, "run", *few, "--max-steps", "8", "--warmup", "1", "--resume", "latest")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if line.get("set") != "emoji groups"]
+    assert "\n123\n" in (run / "metrics.jsonl.damaged-1").read_text()
     assert [step for step in steps if step] == [1, 2, 3, 4, 5, 6, 6, 7, 8, 8]  # each part ended with an evaluation
 
 

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from leanclip.cli.parse import parse
 from leanclip.distributed import Ranks
-from leanclip.errors import UserError
 from leanclip.evaluation import summary
 from leanclip.evaluation.results import SetResult, as_csv, as_json, retrieval_rows, zero_shot_rows
 from leanclip.evaluation_run import (
@@ -20,7 +19,7 @@ from leanclip.evaluation_run import (
     joined_processes,
     open_sets,
 )
-from leanclip.filesystem import write_atomically, writing
+from leanclip.filesystem import check_target, write_atomically, writing
 from leanclip.progress import make_console
 from leanclip.settings import common
 
@@ -57,9 +56,9 @@ def run(arguments: list[str]) -> None:
     candidate = find_candidate(command.checkpoint)
     baseline = None if command.baseline is None else find_candidate(command.baseline)
     for path in (command.json, command.csv):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            message = f"cannot write {path}: no such directory: {Path(path).parent}"
-            raise UserError(message, code="evaluation.not_writable")
+        if path is not None:
+            with writing(Path(path), code="evaluation.not_writable"):
+                check_target(Path(path))  # before the evaluation, which takes long
     with joined_processes(command.settings) as config:
         console = make_console(quiet=not Ranks.current().first)
         if not console.is_terminal:

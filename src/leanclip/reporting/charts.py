@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from leanclip.reporting.templates import templates
 
@@ -68,7 +69,7 @@ def draw(chart: Chart) -> str:
     references = {name: value for name, value in chart.references.items() if math.isfinite(value)}
     x_axis = step_axis([x for series in chart.series for x in series.x])
     y_axis = value_axis([*finite, *references.values()], from_zero=chart.from_zero)
-    kept = [downsample(series.x, series.y) for series in chart.series]
+    kept = [downsample(series.y) for series in chart.series]
     colours = [(i if s.colour is None else s.colour) % COLOURS for i, s in enumerate(chart.series)]
     named = len(chart.series) > 1 or any(series.colour is not None for series in chart.series)
     data = {
@@ -77,22 +78,19 @@ def draw(chart: Chart) -> str:
         "unit": chart.unit,
         "series": [hover_values(series, indices) for series, indices in zip(chart.series, kept, strict=True)],
     }
-    return (
-        templates()
-        .get_template("charts.html.j2")
-        .module.line_chart(  # type: ignore[attr-defined]
-            chart,
-            description(chart),
-            frame=FRAME,
-            axes={"x": x_axis.labels, "y": y_axis.labels, "name": chart.x_label},
-            references=[(y_axis.place(v), f"{name} {v:.3g}{chart.unit}") for name, v in references.items()],
-            curves=[
-                (colour, *curve(series, indices, x_axis, y_axis, markers=chart.markers))
-                for colour, series, indices in zip(colours, chart.series, kept, strict=True)
-            ],
-            legend=[(colour, s.name) for colour, s in zip(colours, chart.series, strict=True)] if named else [],
-            data=json.dumps(data, separators=(",", ":")),
-        )
+    module: Any = templates().get_template("charts.html.j2").module
+    return module.line_chart(
+        chart,
+        description(chart),
+        frame=FRAME,
+        axes={"x": x_axis.labels, "y": y_axis.labels, "name": chart.x_label},
+        references=[(y_axis.place(v), f"{name} {v:.3g}{chart.unit}") for name, v in references.items()],
+        curves=[
+            (colour, *curve(series, indices, x_axis, y_axis, markers=chart.markers))
+            for colour, series, indices in zip(colours, chart.series, kept, strict=True)
+        ],
+        legend=[(colour, s.name) for colour, s in zip(colours, chart.series, strict=True)] if named else [],
+        data=json.dumps(data, separators=(",", ":")),
     )
 
 
@@ -103,13 +101,16 @@ def tick_step(span: float, count: int) -> float:
 
 
 def value_axis(values: Sequence[float], *, from_zero: bool) -> Axis:
-    """The y axis: its outermost ticks enclose every value."""
+    """The y axis: its outermost ticks enclose every value. Whole numbers, such as counts, get whole-number ticks."""
     values = [*values, 0.0] if from_zero else values
     low, high = min(values), max(values)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # equal values, which need an axis too
-        margin = 0.1 * abs(low) or 1.0
-        low, high = low - margin, high + margin
+    if low == high == 0:
+        high = 1.0
+    elif high - low <= 1e-9 * max(abs(low), abs(high)):  # equal values, which need an axis too
+        low, high = low - 0.1 * abs(low), high + 0.1 * abs(high)
     step = tick_step(high - low, 4)
+    if all(float(value).is_integer() for value in values):
+        step = math.ceil(step)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = tuple(i * step for i in range(first, last + 1))
     return Axis(min(low, ticks[0]), max(high, ticks[-1]), ticks, BOTTOM, TOP)
@@ -118,22 +119,21 @@ def value_axis(values: Sequence[float], *, from_zero: bool) -> Axis:
 def step_axis(values: Sequence[float]) -> Axis:
     """The x axis: exactly as long as the data, with whole-number ticks inside it."""
     low, high = min(values), max(values)
-    high = high if high > low else low + 1
+    high = high if high > low else low + max(1.0, abs(low) * 1e-9)  # never the same number
     step = math.ceil(max(1.0, tick_step(high - low, 5)))
     ticks = tuple(float(i * step) for i in range(math.ceil(low / step), math.floor(high / step) + 1))
     return Axis(low, high, ticks, LEFT, RIGHT)
 
 
-def downsample(x: Sequence[float], y: Sequence[float], buckets: int = BUCKETS) -> list[int]:
-    """Indices to draw: per bucket of x the first, lowest, highest and last value, and one gap if there is one.
+def downsample(y: Sequence[float], buckets: int = BUCKETS) -> list[int]:
+    """Indices to draw: per bucket the first, lowest, highest and last value, and one gap if there is one.
 
     At most five indices per bucket are kept, and every extreme of the full data is among them.
     """
-    if len(x) <= 2 * buckets:
-        return list(range(len(x)))
-    width = (x[-1] - x[0]) / buckets
+    if len(y) <= 2 * buckets:
+        return list(range(len(y)))
     kept: set[int] = set()
-    for _, members in itertools.groupby(range(len(x)), lambda i: min(int((x[i] - x[0]) / width), buckets - 1)):
+    for _, members in itertools.groupby(range(len(y)), lambda i: i * buckets // len(y)):
         indices = list(members)
         finite = [i for i in indices if math.isfinite(y[i])]
         if finite:

@@ -3,9 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
-from leanclip.errors import UserError
 from leanclip.reporting.curves import CURVES, TAU, compared_metrics, sets
 from leanclip.reporting.report_sections import DASH, MEMORY, Cell, Column, count, duration, last_finite
 from leanclip.reporting.run_reader import RunData
@@ -31,7 +29,7 @@ def final_figures(runs: Sequence[RunData]) -> dict[str, tuple[Cell, ...]]:
     def add(title: str, values: Sequence[float], *, share: bool = False, better: int = 0) -> None:
         column = Column(key=title, title=title, share=share, better=better)
         if any(math.isfinite(value) for value in values):
-            figures[title] = tuple(column.cell(value, column.best(values)) for value in values)
+            figures[title] = tuple(column.cells(values))
 
     for name in sets(runs):
         for key, title in compared_metrics(runs, name).items():
@@ -51,7 +49,7 @@ def final_figures(runs: Sequence[RunData]) -> dict[str, tuple[Cell, ...]]:
 
 def differences(runs: Sequence[RunData]) -> tuple[dict[str, tuple[Cell, ...]], int]:
     """The settings and versions that differ, with the values of each run, and the number of equal settings."""
-    settings = [read_settings(run) for run in runs]
+    settings = [run.settings for run in runs]
     keys = list(dict.fromkeys(key for values in settings for key in values))
     differing = [key for key in keys if len({repr(values.get(key)) for values in settings}) > 1]
     rows = {
@@ -65,15 +63,6 @@ def differences(runs: Sequence[RunData]) -> tuple[dict[str, tuple[Cell, ...]], i
         if len(set(cells)) > 1:
             rows[key] = cells
     return rows, len(keys) - len(differing)
-
-
-def read_settings(run: RunData) -> dict[str, Any]:
-    from leanclip.config import load_toml  # imports torch, which `leanclip report --help` does not need
-
-    try:
-        return load_toml(run.path / "config.toml")
-    except UserError:
-        return {}
 
 
 def environment_of(run: RunData) -> dict[str, str]:

@@ -10,42 +10,99 @@ from leanclip.reporting.charts import Chart, Series
 from leanclip.reporting.run_reader import Evaluation, Histogram, RunData, number
 
 DIRECTIONS = {"text_to_image": "Text to image", "image_to_text": "Image to text"}
-RECALL = re.compile(r"(text_to_image|image_to_text)_recall@(\d+)")
+RECALL = re.compile(r"(text_to_image|image_to_text)_recall@(\d{1,3})")
 ZERO_SHOT = {"top1": "top-1", "top5": "top-5", "mean_per_class_recall": "mean per class"}
 NOT_CURVES = {"kind", "step", "epoch", "samples", "seconds"}  # axes, and what the throughput shows
 TAU = "Temperature \N{GREEK SMALL LETTER TAU}"
-HISTOGRAMS = {
-    "log_u_image": "Estimator log u of the images",
-    "log_u_text": "Estimator log u of the captions",
-    "tau_image": f"{TAU} of the images",
-    "tau_text": f"{TAU} of the captions",
-}
 QUANTILES = {"95 %": 0.95, "median": 0.5, "5 %": 0.05}
 
 Points = tuple[Sequence[float], Sequence[float]]
 
 
 class Curve(NamedTuple):
-    """How a logged number is drawn."""
+    """How a logged number is drawn, and what it means in one sentence."""
 
     title: str
+    note: str = ""
     unit: str = ""
     from_zero: bool = False
     scale: float = 1.0
 
 
+COUNTED = "so far; zero is what you want."
 CURVES = {
-    "loss": Curve("Loss"),
-    "tau": Curve(TAU),
-    "lr": Curve("Learning rate", from_zero=True),
-    "samples_per_second": Curve("Throughput (samples per second)", from_zero=True),
-    "grad_norm": Curve("Gradient norm", from_zero=True),
-    "data_wait": Curve("Waiting for data (% of time)", " %", from_zero=True, scale=100),
-    "gpu_memory_gib": Curve("Peak GPU memory (GiB)", " GiB", from_zero=True),
-    "resident_gib": Curve("Resident memory (GiB)", " GiB", from_zero=True),
-    "loss_bytes": Curve("Traffic of the loss (MB per step, all processes)", " MB", scale=1e-6),
-    "loss_collectives": Curve("Collectives of the loss per step", from_zero=True),
+    "loss": Curve("Loss", "What training minimises. Its scale depends on the kind of loss and on the batch."),
+    "tau": Curve(TAU, "Similarities are divided by it. Lower: the hardest negatives count more."),
+    "lr": Curve("Learning rate", "The size of the optimizer's steps, by the schedule.", from_zero=True),
+    "samples_per_second": Curve(
+        "Throughput (samples per second)", "Pairs trained on, all processes together.", from_zero=True
+    ),
+    "grad_norm": Curve("Gradient norm", "Length of the gradient before clipping. Peaks: unstable.", from_zero=True),
+    "data_wait": Curve(
+        "Waiting for data (% of time)",
+        "Above a few percent the loader limits the speed: more --workers help.",
+        " %",
+        from_zero=True,
+        scale=100,
+    ),
+    "gpu_memory_gib": Curve(
+        "Peak GPU memory (GiB)", "Of the first process, between two log lines.", " GiB", from_zero=True
+    ),
+    "resident_gib": Curve("Resident memory (GiB)", "Main memory of the first process.", " GiB", from_zero=True),
+    "effective_negatives": Curve(
+        "Effective negatives",
+        "How many wrong pairs share the weight of an anchor: near the batch size at first, then the few hard ones.",
+        from_zero=True,
+    ),
+    "gamma": Curve(
+        "Inner learning rate \N{GREEK SMALL LETTER GAMMA}",
+        "The weight of the current batch in the running estimates; 1 forgets all before it.",
+        from_zero=True,
+    ),
+    "estimate_gap": Curve(
+        "Lag of the running estimates",
+        "Mean distance between the stored log u and that of the current batch. Above 2: raise --gamma-min.",
+        from_zero=True,
+    ),
+    "log_u_mean": Curve(
+        "Running estimates, mean",
+        "Mean of log u: how strongly negatives compete with the positive. It falls while the model learns.",
+    ),
+    "log_u_spread": Curve(
+        "Running estimates, spread",
+        "Standard deviation of log u over the samples of a batch: how much harder some are than others.",
+        from_zero=True,
+    ),
+    "never_visited": Curve(
+        "Samples not visited yet (%)", "They have no running estimate.", " %", from_zero=True, scale=100
+    ),
+    "bias": Curve("Bias", "The learned offset of the sigmoid loss."),
+    "loss_scale": Curve(
+        "Scale of the fp16 gradients", "It falls when gradients overflow, and grows again.", from_zero=True
+    ),
+    "skipped_steps": Curve("Skipped steps", f"Steps with values that were not finite, {COUNTED}", from_zero=True),
+    "loss_bytes": Curve(
+        "Traffic of the loss (MB per step)", "What all processes exchange to compute it.", " MB", scale=1e-6
+    ),
+    "loss_collectives": Curve(
+        "Collectives of the loss per step", "How often the processes exchange something for it.", from_zero=True
+    ),
 }
+STATE_NOTE = "Running estimate of each sample: how strongly its negatives compete with its positive."
+TAU_NOTE = "Each sample has its own; hard ones get another than easy ones."
+HISTOGRAMS = {
+    "log_u_image": Curve("Estimate log u of the images", STATE_NOTE),
+    "log_u_text": Curve("Estimate log u of the captions", STATE_NOTE),
+    "tau_image": Curve(f"{TAU} of the images", TAU_NOTE),
+    "tau_text": Curve(f"{TAU} of the captions", TAU_NOTE),
+}
+
+
+def curve_of(key: str) -> Curve:
+    """A number that this module does not know is drawn under its own name."""
+    if key.startswith("broken_"):
+        return Curve(f"Broken samples: {key[7:].replace('_', ' ')}", f"Left out, {COUNTED}", from_zero=True)
+    return CURVES.get(key) or HISTOGRAMS.get(key) or Curve(key)
 
 
 class XAxis(NamedTuple):
@@ -82,7 +139,7 @@ def training_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart
     keys = [key for key in CURVES if key in logged] + sorted(logged - CURVES.keys() - NOT_CURVES)
     charts: list[Chart] = []
     for key in keys:
-        curve = CURVES.get(key, Curve(key))
+        curve = curve_of(key)
 
         def points(run: RunData, key: str = key, scale: float = curve.scale) -> Points:
             return run.steps, [scale * value for value in run.column(key)]
@@ -94,6 +151,7 @@ def training_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart
                 unit=curve.unit,
                 from_zero=curve.from_zero,
                 x_label=x_axis(runs).label,
+                note=curve.note,
             )
         )
     return charts
@@ -120,15 +178,16 @@ def histogram_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[Char
             rows = run.histograms.get(key, ())
             return [row.step for row in rows], [quantile(row, share) for row in rows]
 
-        title = HISTOGRAMS.get(key, key)
+        title, note, *_ = curve_of(key)
         if len(runs) > 1:
-            title, series, note = f"{title}, median", series_of(runs, names, points), ""
+            title, series = f"{title}, median", series_of(runs, names, points)
         else:
             lines = [(name, points(runs[0], share)) for name, share in QUANTILES.items()]
             series = with_values(Series(name=name, x=x, y=y) for name, (x, y) in lines)
             last = runs[0].histograms[key][-1]
             absent = last.absent / max(1, sum(last.counts) + last.absent)
-            note = f"{absent:.1%} of the samples not visited yet." if absent else ""
+            note += " Lines: nine in ten samples lie between the outer ones."
+            note += f" {absent:.1%} of the samples not visited yet." if absent else ""
         chart = Chart(title=title, series=series, markers=True, x_label=x_axis(runs).label, note=note)
         charts += [chart] if series else []
     return charts
@@ -140,14 +199,22 @@ def ranks(evaluations: Sequence[Evaluation], direction: str) -> list[int]:
 
 
 def chance_of(evaluation: Evaluation, key: str) -> float:
-    """The value of guessing. A recall is known among images, and among captions only if there are as many."""
-    if key in ("top1", "top5"):
-        return evaluation.value(f"chance@{key[3:]}")
-    match = RECALL.fullmatch(key)
-    unequal = evaluation.metrics.get("images") != evaluation.metrics.get("captions")
-    if match is None or (match[1] == "image_to_text" and unequal):
+    """The value of guessing.
+
+    For a caption one of all images is right, for an image its captions among all of them: their mean number is
+    taken for every image.
+    """
+    if key in ZERO_SHOT:
+        return evaluation.value("chance@5" if key == "top5" else "chance@1")
+    match, images, captions = RECALL.fullmatch(key), evaluation.value("images"), evaluation.value("captions")
+    if match is None or not images >= 1:
         return math.nan
-    return evaluation.value(f"chance@{match[2]}")
+    rank = int(match[2])
+    if match[1] == "text_to_image":
+        return min(1.0, rank / images)
+    if not captions > rank:
+        return math.nan
+    return 1 - math.prod(max(0.0, 1 - captions / images / (captions - n)) for n in range(rank))
 
 
 def evaluation_charts(run: RunData) -> list[Chart]:
@@ -167,8 +234,9 @@ def evaluation_charts(run: RunData) -> list[Chart]:
         lines["top1"] = {key: title for key, title in ZERO_SHOT.items() if key in known}
         for main, metrics in lines.items():
             direction = DIRECTIONS.get(main.partition("_recall")[0])
-            title = f"{direction} recall on {name} (%)" if direction else f"Zero-shot classification of {name} (%)"
-            references = {"chance@10" if direction else "chance": 100 * chance_of(evaluations[-1], main)}
+            title = f"{direction} recall on {name} (%)" if direction else f"Zero-shot accuracy on {name} (%)"
+            chance = "chance of recall@10:" if direction else "chance of top-1:"
+            references = {chance: 100 * chance_of(evaluations[-1], main)}
             series = with_values(
                 Series(name=text, x=[e.step for e in evaluations], y=[100 * e.value(key) for e in evaluations])
                 for key, text in metrics.items()
@@ -191,7 +259,7 @@ def compared_evaluations(runs: Sequence[RunData], names: Sequence[str]) -> list[
                 return [e.step for e in evaluations], [100 * e.value(key) for e in evaluations]
 
             chances = {chance_of(e, key) for run in runs for e in run.evaluations_on(name)}
-            references = {"chance": 100 * chances.pop()} if len(chances) == 1 else {}
+            references = {"chance": 100 * chances.pop()} if len(chances) == 1 else {}  # NaN is left out
             series = series_of(runs, names, points)
             chart = Chart(
                 title=f"{title} on {name} (%)",
@@ -216,6 +284,6 @@ def compared_metrics(runs: Sequence[RunData], name: str) -> dict[str, str]:
     titles: dict[str, str] = {}
     for direction, title in DIRECTIONS.items():
         for rank in sorted({*ranks(evaluations, direction)[:1], *ranks(evaluations, direction)[-1:]}, reverse=True):
-            titles[f"{direction}_recall@{rank}"] = f"{title} R@{rank}"
+            titles[f"{direction}_recall@{rank}"] = f"{title} recall@{rank}"
     known = {key for e in evaluations for key in e.metrics}
     return titles | {key: f"Zero-shot {title}" for key, title in ZERO_SHOT.items() if key in known}

@@ -1,5 +1,6 @@
 """One self-contained HTML page for one run, or for several side by side: no network access, no further files."""
 
+import math
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,6 +13,8 @@ from leanclip.reporting.charts import COLOURS, draw
 from leanclip.reporting.report_sections import DASH, count, moment, percent, plain
 from leanclip.reporting.run_reader import RunData, number, read_run
 from leanclip.reporting.templates import templates
+
+MAX_TILES = 6  # in a row
 
 
 def write_report(runs: Path | Sequence[Path], output: Path | None = None) -> Path:
@@ -65,10 +68,12 @@ def run_values(run: RunData) -> dict[str, Any]:
 
 
 def run_page(run: RunData) -> dict[str, Any]:
+    figures = report_sections.key_figures(run)
     return run_values(run) | {
         "running": run.status == "running",
         "progress": report_sections.progress(run),
-        "figures": report_sections.key_figures(run),
+        "figures": figures,
+        "tile_columns": math.ceil(len(figures) / math.ceil(len(figures) / MAX_TILES)),
         "training_charts": list(map(draw, curves.training_charts([run], [run.name]))),
         "evaluation_charts": list(map(draw, curves.evaluation_charts(run))),
         "histograms": list(map(draw, curves.histogram_charts([run], [run.name]))),
@@ -103,6 +108,7 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         "Loss": str(info.get("loss") or ""),
         "Parameters": count(info.get("parameters")),
         "Training samples": count(info.get("train_samples")),
+        "Starting weights": str(run.settings.get("pretrained") or "random") if run.settings else "",
         "Global batch": count(info.get("global_batch")),
         "Epochs": plain(number(info.get("epochs"))),
         "Weights": f"averaged, decay {plain(number(info['ema']))}" if info.get("ema") else "",

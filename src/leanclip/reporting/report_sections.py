@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,14 +39,14 @@ class Column:
     better: int = 1
     chance: float = math.nan
 
-    def best(self, values: Sequence[float]) -> float:
-        candidates = [value for value in values if value > 0]
-        if not candidates or not self.better:
-            return math.nan
-        return max(candidates) if self.better > 0 else min(candidates)
-
-    def cell(self, value: float, best: float) -> Cell:
-        return Cell((percent if self.share else plain)(value), value == best)
+    def cells(self, values: Sequence[float]) -> list[Cell]:
+        """The values as texts; the best is marked, with those that look the same, unless all do."""
+        texts = [(percent if self.share else plain)(value) for value in values]
+        finite = [
+            (self.better * value, text) for value, text in zip(values, texts, strict=True) if math.isfinite(value)
+        ]
+        best = max(finite)[1] if self.better and len({text for _, text in finite}) > 1 else None
+        return [Cell(text, text == best) for text in texts]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +99,8 @@ def last_finite(values: Sequence[float]) -> float:
     return next((v for v in reversed(values) if math.isfinite(v)), math.nan)
 
 
-def at_step(evaluation: Evaluation) -> str:
-    return "before training" if evaluation.step == 0 else f"step {evaluation.step:,}"
-
-
 def key_figures(run: RunData) -> list[KeyFigure]:
-    figures = [recall_figure(run), *zero_shot_figures(run)]
+    figures = evaluation_figures(run)
     loss, tau, speeds, waits = (run.finite(key) for key in ("loss", "tau", "samples_per_second", "data_wait"))
     first = f"from {plain(loss[0])}" if loss else "no step logged yet"
     finite = not run.train or math.isfinite(run.column("loss")[-1])
@@ -122,45 +119,44 @@ def key_figures(run: RunData) -> list[KeyFigure]:
     return [*figures, KeyFigure("Time", duration(last_finite(run.column("seconds"))), steps)]
 
 
-def zero_shot_figures(run: RunData) -> list[KeyFigure]:
-    """The last top-1 on each classified set."""
-    last = {e.set: e for e in run.evaluations if math.isfinite(e.value("top1"))}
-    return [
-        KeyFigure(
-            f"Zero-shot top-1, {name}",
-            percent(evaluation.value("top1")),
-            (f"chance {percent(chance)}, " if (chance := evaluation.value("chance@1")) > 0 else "")
-            + at_step(evaluation),
-        )
-        for name, evaluation in last.items()
-    ]
+def evaluation_figures(run: RunData) -> list[KeyFigure]:
+    """The last recall on "val", or on the set that was evaluated first, and the last top-1 on each classified set."""
+    retrieval = "val" if "val" in run.sets else next(iter(run.sets), "")
+    figures = [evaluation_figure("Text-to-image recall@10", run.evaluations_on(retrieval), HEADLINE)]
+    figures += [evaluation_figure(f"Zero-shot top-1, {name}", run.evaluations_on(name), "top1") for name in run.sets]
+    missing = "not evaluated yet" if run.status == "running" else "not evaluated"
+    return [f for f in figures if f] or [KeyFigure("Text-to-image recall@10", DASH, missing)]
 
 
-def recall_figure(run: RunData) -> KeyFigure:
-    """The last recall on "val", or on the set that was evaluated first."""
-    name = "Text-to-image recall@10"
-    evaluations = run.evaluations_on("val" if "val" in run.sets else next(iter(run.sets), ""))
-    measured = [e for e in evaluations if math.isfinite(e.value(HEADLINE))]
+def evaluation_figure(name: str, evaluations: Sequence[Evaluation], key: str) -> KeyFigure | None:
+    """The last value with chance and step, and the best one if that was another."""
+    measured = [e for e in evaluations if math.isfinite(e.value(key))]
     if not measured:
-        return KeyFigure(name, DASH, "not evaluated yet" if run.status == "running" else "not evaluated")
-    final, best = measured[-1], max(measured, key=lambda e: e.value(HEADLINE))
-    value, chance = final.value(HEADLINE), final.value("chance@10")
+        return None
+    final, best = measured[-1], max(measured, key=lambda e: e.value(key))
+    value, chance = final.value(key), chance_of(final, key)
     details: list[str] = []
     if chance > 0:
         ratio = value / chance
         details.append(f"chance {percent(chance)} ({ratio:.{1 if ratio < 10 else 0}f}\N{MULTIPLICATION SIGN})")
-    details.append(at_step(final))
-    if best.value(HEADLINE) > value:
-        details.append(f"best {percent(best.value(HEADLINE))} at step {best.step:,}")
+    details.append("before training" if final.step == 0 else f"step {final.step:,}")
+    if best.value(key) > value:
+        details.append(f"best {percent(best.value(key))} at step {best.step:,}")
     return KeyFigure(name, percent(value), ", ".join(details))
 
 
-def progress(run: RunData) -> float | None:
-    """The share of the planned steps that a running run has logged; None for a run that has ended."""
-    planned = number(run.info.get("steps"))
-    if run.status != "running" or not planned > 0:
+def progress(run: RunData) -> tuple[float, str] | None:
+    """The share of the steps that a run without an end has logged, in words too; None for one that has finished."""
+    planned, done = number(run.info.get("steps")), run.steps[-1] if run.train else 0.0
+    if run.status == "finished" or not planned > 0:
         return None
-    return min(1.0, (run.steps[-1] if run.train else 0.0) / planned)
+    share = min(1.0, done / planned)
+    text = f"{run.status.capitalize()} at step {done:,.0f} of {planned:,.0f}: {share:.0%} of the steps logged"
+    text += f", last line written {moment(run.changed.isoformat())}."
+    if run.status in ("stopped", "failed"):
+        command = ["leanclip", "train", "--config", str(run.path / "config.toml"), "--name", run.name]
+        text += f" To continue: {shlex.join([*command, '--resume', 'auto'])}"
+    return share, text
 
 
 def column_groups(evaluations: Sequence[Evaluation]) -> dict[str, list[Column]]:
@@ -189,15 +185,10 @@ def table(name: str, evaluations: Sequence[Evaluation]) -> Table:
     """One row per evaluation: shares in percent, any other metric unchanged."""
     groups = column_groups(evaluations)
     columns = [column for group in groups.values() for column in group]
-    several = len(evaluations) > 1  # one row has no best
-    best = [column.best([e.value(column.key) for e in evaluations]) if several else math.nan for column in columns]
-    rows = {
-        "before training" if e.step == 0 else f"{e.step:,}": (
-            Cell(plain(e.epoch)),
-            *(column.cell(e.value(column.key), value) for column, value in zip(columns, best, strict=True)),
-        )
-        for e in evaluations
-    }
+    labels = ["before training" if e.step == 0 else f"{e.step:,}" for e in evaluations]
+    epochs = [Cell(plain(e.epoch)) for e in evaluations]
+    figures = [column.cells([e.value(column.key) for e in evaluations]) for column in columns]
+    rows = dict(zip(labels, zip(epochs, *figures, strict=True), strict=True))
     last = evaluations[-1]
     sizes = [f"{count(last.value(key))} {key}" for key in ("images", "captions") if math.isfinite(last.value(key))]
     chance = tuple(percent(column.chance) if math.isfinite(column.chance) else "" for column in columns)

@@ -1,17 +1,25 @@
 """Reads the files that a run has written so far. A missing file gives an empty part; an unreadable one, a problem."""
 
 import itertools
-import json
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from leanclip.errors import UserError
+from leanclip.filesystem import parse_json, read_json
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 T = TypeVar("T")
+LARGEST = 1e100  # of the numbers that are drawn: their products and differences are finite
+MAX_STEP = 2**53  # steps are exact as floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +113,7 @@ class RunData:
     path: Path
     info: Mapping[str, Any]
     config: str
+    settings: Mapping[str, Any]  # the same, parsed
     train: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Evaluation, ...]
     histograms: Mapping[str, tuple[Histogram, ...]]
@@ -145,14 +154,17 @@ class RunData:
 
 
 def number(value: object) -> float:
-    """The value as a float; NaN for anything that is not a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """The value as a float; NaN for anything that is not a number, not finite, or too large to compute with."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
         return math.nan
-    try:
-        result = float(value)
-    except OverflowError:
-        return math.nan
-    return result if math.isfinite(result) else math.nan
+    return float(value) if abs(value) > 1 / LARGEST else 0.0
+
+
+def whole(value: object) -> int:
+    """A step or a count; anything else is a ValueError."""
+    if not isinstance(value, int) or not 0 <= value < MAX_STEP:
+        raise ValueError("not a whole number")
+    return value
 
 
 def read_run(path: Path) -> RunData:
@@ -167,38 +179,49 @@ def read_run(path: Path) -> RunData:
             f"no metrics.jsonl in {path}; give a run directory, such as logs/NAME", code="report.not_a_run"
         )
     problems: list[str] = []
-    train, evaluations, histograms = read_metrics(metrics, problems)
+    try:
+        lines = metrics.read_bytes().split(b"\n")
+        text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror})", code="report.not_readable") from error
+    train, evaluations, histograms = read_metrics(lines, problems)
     if not train and not evaluations:
         raise UserError(f"{metrics} has no metrics yet; retry after the first logged step", code="report.no_metrics")
     return RunData(
         path=path,
-        info=read_json(path / "run.json", dict, problems) or {},
-        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
+        info=read_part(path / "run.json", dict, problems) or {},
+        config=text,
+        settings=parse_settings(text, problems),
         train=train,
         evaluations=evaluations,
         histograms=histograms,
-        panel=read_json(path / "panel.json", parse_panel, problems),
-        zero_shot=read_json(path / "zero_shot.json", parse_zero_shot, problems) or (),
+        panel=read_part(path / "panel.json", parse_panel, problems),
+        zero_shot=read_part(path / "zero_shot.json", parse_zero_shot, problems) or (),
         problems=tuple(problems),
         changed=datetime.fromtimestamp(metrics.stat().st_mtime, timezone.utc),
     )
 
 
+def parse_settings(text: str, problems: list[str]) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError):
+        problems.append("config.toml could not be read")
+        return {}
+
+
 def read_metrics(
-    path: Path, problems: list[str]
+    lines: Sequence[bytes], problems: list[str]
 ) -> tuple[tuple[Mapping[str, Any], ...], tuple[Evaluation, ...], Mapping[str, tuple[Histogram, ...]]]:
     """Training rows, evaluations, and histograms by name."""
     train: dict[int, Mapping[str, Any]] = {}
     evaluations: dict[tuple[str, int], Evaluation] = {}
     histograms: dict[str, dict[int, Histogram]] = {}
-    lines = path.read_bytes().split(b"\n")
     skipped = 0
     for position, line in enumerate(lines):
         try:
-            row = json.loads(line) if line.strip() else {"step": 0}
-            step, kind = row["step"], row.get("kind")
-            if not isinstance(step, int):
-                raise TypeError("a step is a whole number")
+            row = parse_json(line) if line.strip() else {"step": 0}
+            step, kind = whole(row["step"]), row.get("kind")
             if kind == "train":
                 train[step] = row
             elif kind == "eval":
@@ -209,7 +232,7 @@ def read_metrics(
         except (KeyError, TypeError, ValueError, AttributeError):
             skipped += position < len(lines) - 1  # the last one may be incomplete because it is being written
     if skipped:
-        problems.append(f"unreadable lines of {path.name} left out: {skipped}")
+        problems.append(f"unreadable lines of metrics.jsonl left out: {skipped}")
     return (
         tuple(train[step] for step in sorted(train)),
         tuple(sorted(evaluations.values(), key=lambda e: e.step)),
@@ -218,11 +241,11 @@ def read_metrics(
 
 
 def parse_histogram(step: int, row: Mapping[str, Any]) -> Histogram:
-    edges = tuple(float(edge) for edge in row["edges"])
-    counts = tuple(int(count) for count in row["counts"])
-    absent = int(row.get("absent") or 0)
-    rising = all(low < high for low, high in itertools.pairwise(edges))
-    if not counts or len(edges) != len(counts) + 1 or not rising or min(*counts, absent) < 0:
+    edges = tuple(number(edge) for edge in row["edges"])
+    counts = tuple(whole(count) for count in row["counts"])
+    absent = whole(row.get("absent") or 0)
+    rising = all(low < high for low, high in itertools.pairwise(edges))  # false with NaN
+    if not counts or len(edges) != len(counts) + 1 or not rising:
         raise ValueError("no histogram")
     return Histogram(step=step, edges=edges, counts=counts, absent=absent)
 
@@ -238,23 +261,23 @@ def parse_evaluation(step: int, row: Mapping[str, Any]) -> Evaluation:
     )
 
 
-def read_json(path: Path, parse: Callable[[dict[str, Any]], T], problems: list[str]) -> T | None:
-    """The file as `parse` reads it. If it has other fields than expected, a problem instead."""
-    if not path.is_file():
+def read_part(path: Path, parse: Callable[[dict[str, Any]], T], problems: list[str]) -> T | None:
+    """The file as `parse` reads it; None if it is missing. If it is damaged, a problem instead."""
+    if not path.exists():
         return None
     try:
-        value = json.loads(path.read_bytes())
+        value = read_json(path)
         if not isinstance(value, dict):
             raise TypeError("no table")
         return parse(cast("dict[str, Any]", value))
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (UserError, KeyError, TypeError, ValueError, AttributeError):
         problems.append(f"{path.name} could not be read and was left out")
         return None
 
 
 def parse_panel(value: Mapping[str, Any]) -> Panel:
     return Panel(
-        step=int(value["step"]),
+        step=whole(value["step"]),
         set=str(value.get("set", "val")),
         images=tuple(parse_entry(entry, "matches") for entry in value["images"]),
         hardest=tuple(parse_entry(entry, "negatives") for entry in value.get("hardest", ())),
@@ -275,7 +298,7 @@ def parse_zero_shot(value: Mapping[str, Any]) -> tuple[ZeroShot, ...]:
     sets: list[ZeroShot] = []
     for name, entry in value["sets"].items():
         classnames = tuple(str(classname) for classname in entry["classnames"])
-        confusion = tuple(tuple(int(count) for count in row) for row in entry["confusion"])
+        confusion = tuple(tuple(whole(count) for count in row) for row in entry["confusion"])
         if {len(classnames)} != {len(confusion), *(len(row) for row in confusion)}:
             raise ValueError("one row and one column per class")
         metrics = {key: number(figure) for key, figure in entry.items() if math.isfinite(number(figure))}

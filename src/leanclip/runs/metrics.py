@@ -1,11 +1,12 @@
 """The metrics of a run: a JSONL file, and the trackers that show the same numbers."""
 
 import errno
+import itertools
 import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +16,9 @@ import torch
 from torch import Tensor
 
 from leanclip.errors import first_line
-from leanclip.filesystem import write_atomically
+from leanclip.filesystem import parse_json, write_atomically
 from leanclip.runs.histograms import Histogram
 from leanclip.runs.trackers import Tracker
-
-INCOMPLETE = 2**62  # instead of a step: a line that a killed run did not finish
 
 
 class Result(NamedTuple):
@@ -35,7 +34,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, trackers: Sequence[Tracker] = (), *, resume_at: int | None = None) -> None:
         self.path, self.trackers = path, list(trackers)
-        self.warn: Callable[[str], None] = print
+        self.warn: Callable[[str], None] = lambda message: print(f"warning: {message}")
         self.results: dict[str, Result] = {}
         self._pending: deque[bytes] = deque()
         self._open(resume_at)
@@ -43,19 +42,29 @@ class MetricsLog:
     def rewind(self, step: int) -> None:
         """Drop the lines after a step, which will be computed again."""
         self._file.close()
-        pending = [line for line in self._pending if _step(line.decode()) <= step]
+        pending = [line for line in self._pending if json.loads(line)["step"] <= step]
         self._open(step)
         self._pending.extend(pending)
         self._send(lambda tracker: tracker.rewind(step))
 
     def _open(self, resume_at: int | None) -> None:
         self._pending.clear()
-        if resume_at is not None and self.path.is_file():
-            lines = self.path.read_text(errors="replace").splitlines()
-            write_atomically(self.path, "".join(line + "\n" for line in lines if _step(line) <= resume_at))
-            self.results = read_results(self.path)
+        if resume_at is not None and self.path.exists():
+            self._restore(resume_at)
         self._file = self.path.open("ab", buffering=0)
         self._size = self.path.stat().st_size
+
+    def _restore(self, resume_at: int) -> None:
+        """Keep the lines up to a step. A run can continue without the others, so a damaged file is moved aside."""
+        records, damaged = read_records(self.path)
+        kept = [(line, record) for line, record in records if record["step"] <= resume_at]
+        if damaged:
+            names = (f"{self.path.name}.damaged-{number}" for number in itertools.count(1))
+            aside = next(path for name in names if not (path := self.path.with_name(name)).exists())
+            self.path.rename(aside)
+            self.warn(f"{self.path.name} has {damaged} unreadable lines: it was moved aside, kept as {aside.name}")
+        write_atomically(self.path, b"".join(line + b"\n" for line, _ in kept))
+        self.results = results_of(record for _, record in kept)
 
     def train(self, **values: Any) -> None:
         self._write({"kind": "train"} | values)
@@ -111,12 +120,42 @@ class MetricsLog:
 
 
 def read_results(path: Path) -> dict[str, Result]:
-    """The last evaluation on each set in a metrics.jsonl; incomplete lines do not count."""
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    records = [json.loads(line) for line in lines if _step(line) != INCOMPLETE]
+    """The last evaluation on each set in a metrics.jsonl, as far as it can be read."""
+    return results_of(record for _, record in read_records(path)[0]) if path.exists() else {}
+
+
+def results_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Result]:
     return {
         record["set"]: Result(record["step"], record["metrics"]) for record in records if record.get("kind") == "eval"
     }
+
+
+def read_records(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
+    """The lines of a metrics.jsonl with their records, and the number of lines that hold none."""
+    if not path.is_file():
+        return [], 1
+    lines = path.read_bytes().split(b"\n")
+    records: list[tuple[bytes, dict[str, Any]]] = []
+    damaged = 0
+    for position, line in enumerate(lines):
+        try:
+            records.append((line, _checked(parse_json(line))))
+        except ValueError:
+            damaged += position < len(lines) - 1  # the last one is empty, or a killed run did not finish it
+    return records, damaged
+
+
+def _checked(record: Any) -> dict[str, Any]:
+    """A record with the parts that a resumed run and its model card need; anything else is a ValueError."""
+    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        raise ValueError("no record")
+    if record.get("kind") == "eval":
+        metrics = record.get("metrics")
+        if not isinstance(record.get("set"), str) or not isinstance(metrics, dict):
+            raise ValueError("no evaluation")
+        if not all(value is None or isinstance(value, int | float) for value in metrics.values()):
+            raise ValueError("no metrics")
+    return record
 
 
 def finite(value: Any, *, as_text: bool = False) -> Any:
@@ -147,10 +186,3 @@ def memory(device: torch.device) -> dict[str, float]:
     import resource
 
     return {"resident_gib": int(pages.read_text().split()[1]) * resource.getpagesize() / 2**30}
-
-
-def _step(line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError):
-        return INCOMPLETE

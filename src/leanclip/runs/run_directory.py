@@ -30,12 +30,13 @@ from typing import Any
 import torch
 
 from leanclip.errors import UserError
-from leanclip.filesystem import remove, write_atomically
+from leanclip.filesystem import read_json, remove, write_atomically
 
 CARD_FILE, RUN_FILE, LOCK_FILE = "README.md", "run.json", ".lock"
 KEPT = "before-"  # the content of a run that restarted without a checkpoint to resume from
 LOCK_TIMEOUT = 10.0  # seconds for the previous process to end
 _HELD: set[Path] = set()  # by this process
+FACT_TYPES = {"name": str, "model": str, "notes": list, "environment": dict, "architecture": dict, "ema": float}
 LIBRARIES = ("open_clip_torch", "timm", "torchvision", "numpy", "pillow")
 
 
@@ -137,12 +138,12 @@ class RunDirectory:
         self.path.rmdir()
 
     def facts(self) -> dict[str, Any]:
-        """The content of run.json; nothing if it is missing or damaged."""
-        try:
-            facts = json.loads((self.path / RUN_FILE).read_text())
-        except (OSError, ValueError):
-            return {}
-        return facts if isinstance(facts, dict) else {}
+        """The content of run.json without damaged parts; nothing if it is missing or damaged itself."""
+        content: Any = None
+        with contextlib.suppress(UserError):
+            content = read_json(self.path / RUN_FILE)
+        facts = content if isinstance(content, dict) else {}
+        return {k: v for k, v in facts.items() if v is None or isinstance(v, FACT_TYPES.get(k, object))}
 
     def describe(self, **facts: Any) -> None:
         write_atomically(self.path / RUN_FILE, json.dumps(self.facts() | facts, indent=1))
