@@ -3,17 +3,21 @@
 import csv
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from evaluation_sets import emoji, write_captions, write_classes
 from shard_files import write_shard
 
 import leanclip
 from leanclip.cli import main
 from leanclip.data.datasets import BUNDLED
+from leanclip.evaluation import Embedded, retrieval_metrics
 from leanclip.evaluation.results import SetResult
 from refusal import refusal_code
 
@@ -132,9 +136,41 @@ def test_captions_of_several_images_are_reported(small_run, tmp_path, capsys):
         files |= {f"{key}.jpg": image, f"{key}.txt": (b"a face" if number < 5 else caption.encode())}
     write_shard(tmp_path / "shared.tar", files)
     assert evaluate(small_run, "--val-data", tmp_path / "shared.tar") == 0
-    assert "5 of 12 captions of shared belong to more than one image" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "5 of 12 captions of shared belong to more than one image" in shown
+    assert "recall@1 at most 66.7% text-to-image, 58.3% image-to-text; recall@10 at most 100.0%" in shown
     assert evaluate(small_run, "--val-data", BUNDLED / "val-000000.tar") == 0
     assert "more than one image" not in capsys.readouterr().out
+
+
+def embedded(captions_of):
+    """Images with these captions; equal captions have equal embeddings."""
+    captions = [caption for texts in captions_of for caption in texts]
+    owners = torch.tensor([image for image, texts in enumerate(captions_of) for _ in texts])
+    directions = torch.randn(len(set(captions)), 16, generator=torch.Generator().manual_seed(len(captions)))
+    vectors = dict(zip(dict.fromkeys(captions), directions, strict=True))
+    texts = torch.stack([vectors[caption] for caption in captions])
+    images = torch.stack([texts[owners == image].mean(0) for image in range(len(captions_of))])
+    images += 1e-3 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))
+    return Embedded(images, texts, owners, captions, list(range(len(captions_of))), 0)
+
+
+@pytest.mark.parametrize(("shared", "warned"), [(12, False), (48, True)])
+def test_few_shared_captions_are_not_worth_a_warning(shared, warned):
+    """0.24% of 5,000 captions bound recall@1 by a tenth of a point."""
+    captions = [[f"a caption {i // 2 if i < shared else -i}"] for i in range(5000 if not warned else 1000)]
+    assert (embedded(captions).shared_captions("the set") is not None) == warned
+
+
+def test_recall_stays_below_the_bound_of_shared_captions():
+    draw = random.Random(0)
+    for _ in range(50):
+        pool = [f"caption {i}" for i in range(20)]
+        data = embedded([draw.choices(pool, k=draw.randint(1, 3)) for _ in range(draw.randint(11, 40))])
+        bounds = [float(text) / 100 for text in re.findall(r"(\d+\.\d)%", data.shared_captions("the set") or "")]
+        metrics = retrieval_metrics(data.images, data.texts, data.image_of_text)
+        names = [f"{direction}_recall@{k}" for k in (1, 10) for direction in ("text_to_image", "image_to_text")]
+        assert all(metrics[name] <= bound + 6e-4 for name, bound in zip(names, bounds, strict=True))
 
 
 def test_the_difference_from_a_baseline():

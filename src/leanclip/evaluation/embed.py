@@ -1,5 +1,6 @@
 """Embeddings of held-out images and captions. Ranks share the work, and all get the result."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from leanclip.errors import UserError
 from leanclip.models import TwoTower
 from leanclip.progress import ACTIVITY, progress_bar
 
+NEGLIGIBLE = 0.01  # of recall@1 that shared captions may take without a warning
 MANY_SAMPLES = 2000  # decoded in a few seconds; for more it pays to start processes
 
 
@@ -39,16 +41,30 @@ class Embedded(NamedTuple):
     broken: int  # samples that could not be used
 
     def shared_captions(self, name: str) -> str | None:
-        """A warning if captions belong to several images: one counts as right, and the others tie with it."""
-        images_of: dict[str, set[int]] = {}
+        """A warning if captions that several images share keep recall@1 of a perfect model below 99%."""
+        images_of: defaultdict[str, Counter[int]] = defaultdict(Counter)
         for caption, image in zip(self.captions, self.image_of_text.tolist(), strict=True):
-            images_of.setdefault(caption, set()).add(image)
-        shared = sum(len(images_of[caption]) > 1 for caption in self.captions)
-        if not shared:
+            images_of[caption][image] += 1
+        # A shared caption ranks the images in one order for all its copies. For an image, its copies at other images
+        # tie with its own, and a tie counts as wrong.
+        ties = dict.fromkeys(range(len(self.images)), len(self.captions))  # with the best caption of each image
+        for counts in images_of.values():
+            for image, count in counts.items():
+                ties[image] = min(ties[image], counts.total() - count)
+
+        def bounds(k: int) -> tuple[float, float]:
+            found = sum(count for counts in images_of.values() for _, count in counts.most_common(k))
+            return found / len(self.captions), sum(tie < k for tie in ties.values()) / len(ties)
+
+        if min(bounds(1)) >= 1 - NEGLIGIBLE:
             return None
+        shared = sum(counts.total() for counts in images_of.values() if len(counts) > 1)
+        limits = [
+            f"recall@{k} at most {bounds(k)[0]:.1%} text-to-image, {bounds(k)[1]:.1%} image-to-text" for k in (1, 10)
+        ]
         return (
             f"{shared:,} of {len(self.captions):,} captions of {name} belong to more than one image, of which one"
-            " counts as right: recall cannot be high, above all image-to-text; for classes use --zero-shot"
+            f" counts as right, so that even a perfect model has {'; '.join(limits)}; for classes use --zero-shot"
         )
 
 
