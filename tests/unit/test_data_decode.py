@@ -14,6 +14,7 @@ from torchvision.transforms import ColorJitter, RandomResizedCrop
 from leanclip.data import BrokenSample, EvaluationTransform, Shards, training_transform
 from leanclip.data.datasets import BUNDLED
 from leanclip.data.decode import (
+    EVALUATION_MARGIN,
     TRAINING_MARGIN,
     Box,
     TrainingTransform,
@@ -170,6 +171,62 @@ def test_huge_damaged_and_unsupported_images_are_broken():
         with pytest.raises(BrokenSample) as broken:
             transform(content, random.Random(0))
         assert broken.value.kind == kind
+
+
+def line(length, kind="PNG"):
+    file = io.BytesIO()
+    Image.new("RGB", (length, 1), "orange").save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("length", [101, 200_000, 9_000_000])
+def test_absurd_aspect_ratios_are_broken(length):
+    for transform in (TrainingTransform(size=(224, 224)), EvaluationTransform(PreprocessCfg(size=224))):
+        with pytest.raises(BrokenSample, match="the ratio is above 100") as broken:
+            transform(line(length), random.Random(0))
+        assert broken.value.kind == "aspect ratio"
+
+
+@pytest.mark.parametrize("form", [{}, {"resize_mode": "longest"}, {"resize_mode": "squash"}, {"size": (64, 128)}])
+def test_the_intermediate_of_a_long_image_is_bounded(form, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(
+        "leanclip.data.decode.resized_crop",
+        lambda image, box, size, *arguments, **options: (
+            sizes.append(size) or resized_crop(image, box, size, *arguments, **options)
+        ),
+    )
+    for content in (line(100), photograph(3000, 40), photograph(40, 3000, kind="PNG")):
+        pixels = EvaluationTransform(PreprocessCfg(**({"size": 128} | form)))(content, None)
+        assert pixels.shape[2] == 128
+    assert all(height * width <= 16 * 128 * 128 for height, width in sizes)
+
+
+@pytest.mark.parametrize("size", [*SIZES, (640, 160), (161, 1000), (1000, 99), (20, 320)])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_evaluation_pixels_of_ordinary_ratios_are_those_of_the_whole_image_resized(size, kind):
+    content = photograph(*size, kind=kind)
+    short, long = 128, int(128 * max(size) / min(size))
+    height, width = (short, long) if size[0] >= size[1] else (long, short)
+    whole_image = resized_crop(open_image(content), Box(0, 0, *size), (height, width), margin=EVALUATION_MARGIN)
+    top, left = round((height - 128) / 2), round((width - 128) / 2)
+    expected = whole_image[:, top : top + 128, left : left + 128]
+    assert torch.equal(EvaluationTransform(PreprocessCfg(size=128))(content, None), expected)
+
+
+@pytest.mark.parametrize("size", [(3500, 150), (130, 4000), (5000, 100)])
+def test_evaluation_pixels_of_long_images_are_open_clips(size):
+    content = photograph(*size, kind="PNG")
+    config = PreprocessCfg(size=64, **PLAIN)
+    assert (
+        difference(EvaluationTransform(config)(content, None), open_clips(config, content)) <= 4
+    )  # half a pixel apart
+
+
+def test_messages_name_no_buffer():
+    with pytest.raises(BrokenSample) as broken:
+        open_image(b"no image")
+    assert "BytesIO" not in str(broken.value) and "JPEG" in str(broken.value)
 
 
 def test_the_model_normalises_as_open_clip_does():

@@ -61,6 +61,17 @@ def test_shards_are_measured(tmp_path):
     assert {name: report[name] for name in expected} == expected
 
 
+def test_lines_of_pixels_are_counted(tmp_path):
+    samples = {
+        "1.png": picture(1, (40, 20), "PNG"),
+        "1.txt": b"one",
+        "2.png": picture(2, (9000, 1), "PNG"),
+        "2.txt": b"two",
+    }
+    report = report_on(write_shard(tmp_path / "a.tar", samples))
+    assert report["broken"] == {"aspect ratio": 1} and "sample 2 of" in report["broken_examples"]["aspect ratio"][0]
+
+
 def test_several_processes_give_the_same_report(tmp_path):
     pairs = write_images(tmp_path, 8)
     rows = [pairs[number % 8] for number in range(2000)]

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import functional
 
@@ -26,7 +26,9 @@ from leanclip.errors import first_line
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # Pillow reads more; some decoders start programs
 MAX_PIXELS = 89_478_485  # above it Pillow warns of a decompression bomb
-ASPECT_RATIOS = (3 / 4, 4 / 3)
+MAX_ASPECT_RATIO = 100  # of an image; a longer one is a line
+MAX_OVERSIZE = 16  # of the resized image over the target, on its longer side; evaluation cuts off the rest before
+ASPECT_RATIOS = (3 / 4, 4 / 3)  # of a training crop
 CROP_ATTEMPTS = 10
 JPEG_REDUCTIONS = (8, 4, 2)  # factors by which libjpeg can reduce an image while it decodes
 # A reduced image stays at least this many times larger than its target, so that the filter determines the result. On
@@ -94,8 +96,11 @@ class EvaluationTransform:
         interpolates = self.preprocess.resize_mode != "shortest" or square
         mode = "bilinear" if self.preprocess.interpolation == "bilinear" and interpolates else "bicubic"
         height, width = self._resized(image.height, image.width)
-        full = Box(0, 0, image.width, image.height)
-        pixels = resized_crop(image, full, (height, width), mode, margin=EVALUATION_MARGIN)
+        kept_height = min(image.height, math.ceil(image.height * MAX_OVERSIZE * target_height / height))
+        kept_width = min(image.width, math.ceil(image.width * MAX_OVERSIZE * target_width / width))
+        height, width = self._resized(kept_height, kept_width)
+        box = _centre(image.size, (kept_width, kept_height))
+        pixels = resized_crop(image, box, (height, width), mode, margin=EVALUATION_MARGIN)
         top, left = max(0, round((height - target_height) / 2)), max(0, round((width - target_width) / 2))
         pixels = pixels[:, top : top + target_height, left : left + target_width]
         missing_height, missing_width = target_height - pixels.shape[1], target_width - pixels.shape[2]
@@ -140,6 +145,9 @@ def open_image(content: bytes) -> Image.Image:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
     if image.width * image.height > MAX_PIXELS:
         raise BrokenSample("huge", f"it has {image.width} x {image.height} pixels")
+    if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
+        ratio = f"the ratio is above {MAX_ASPECT_RATIO}"
+        raise BrokenSample("aspect ratio", f"it has {image.width} x {image.height} pixels: {ratio}")
     return image
 
 
@@ -152,6 +160,8 @@ def decoding() -> Iterator[None]:
             yield
     except Image.DecompressionBombError as error:
         raise BrokenSample("huge", str(error)) from error
+    except UnidentifiedImageError as error:  # its message has the address of a buffer
+        raise BrokenSample("image", f"not one of {', '.join(FORMATS)}, or damaged") from error
     except Exception as error:
         raise BrokenSample("image", first_line(error)) from error
 
@@ -210,8 +220,12 @@ def random_crop(size: tuple[int, int], scale: tuple[float, float], rng: random.R
         crop_height = round(width / ASPECT_RATIOS[0])
     elif width / height > ASPECT_RATIOS[1]:
         crop_width = round(height * ASPECT_RATIOS[1])
-    left, top = (width - crop_width) // 2, (height - crop_height) // 2
-    return Box(left, top, left + crop_width, top + crop_height)
+    return _centre(size, (crop_width, crop_height))
+
+
+def _centre(size: tuple[int, int], crop: tuple[int, int]) -> Box:
+    left, top = (size[0] - crop[0]) // 2, (size[1] - crop[1]) // 2
+    return Box(left, top, left + crop[0], top + crop[1])
 
 
 def resized_crop(
