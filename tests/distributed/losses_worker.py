@@ -11,7 +11,7 @@ from refusal import refuses
 
 SAMPLES, BATCH, DIM, STEPS = 40, 11, 6, 3
 CASES = [(name, {}) for name in leanclip.LOSSES]
-CASES += [(name, {"groups": True}) for name in leanclip.LOSSES]
+CASES += [(name, extra) for name in leanclip.LOSSES for extra in ({"groups": True}, {"weights": True})]
 CASES += [("fastclip-v2", {"eps_form": "published"}), ("fastclip-v2", {"eps_form": "published", "groups": True})]
 
 
@@ -20,22 +20,24 @@ def batch(step):
     image, text = (normalize(torch.randn(BATCH, DIM, generator=draw), dim=1) for _ in range(2))
     ids = torch.randperm(SAMPLES // 2, generator=draw)[:BATCH]  # half the samples, so that they are visited again
     groups = torch.randint(8, (BATCH,), generator=draw) * (step != 1)  # in the second step nobody has a negative
-    return image, text, ids, groups
+    weights = torch.rand(BATCH, generator=draw).sub(0.2).clamp_min(0)
+    return image, text, ids, groups, weights
 
 
 def run(name, hyper, ranks, total=BATCH):
     """The last step's loss and gradients of this rank's share, and the state after all steps."""
     hyper = dict(hyper)
-    grouped = hyper.pop("groups", False)
+    extras = [name for name in ("groups", "weights") if hyper.pop(name, False)]
     loss = leanclip.create_loss(name, num_samples=SAMPLES, tau=0.1, **hyper)
     share = ranks.share(total)
     results: dict[str, Any] = {}
     for step in range(STEPS):
         loss.set_epoch(step, STEPS)
-        image, text, ids, groups = (part[:total][share] for part in batch(step))
+        image, text, ids, groups, weights = (part[:total][share] for part in batch(step))
         image, text = image.clone().requires_grad_(), text.clone().requires_grad_()
         loss.zero_grad()
-        output = loss(image, text, ids, groups=groups if grouped else None, global_batch=total)
+        values = {"groups": groups, "weights": weights}
+        output = loss(image, text, ids, global_batch=total, **{name: values[name] for name in extras})
         output.loss.backward()
         results = {"loss": output.loss.detach(), "image": image.grad, "text": text.grad}
     results |= {f"grad {key}": parameter.grad for key, parameter in loss.named_parameters()}

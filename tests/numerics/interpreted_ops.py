@@ -6,7 +6,7 @@ float32 only, which the kernels take nowhere else: the interpreter's bfloat16 pr
 import pytest
 import torch
 
-from leanclip.ops import available, implementation
+from leanclip.ops import Pairs, Sigmoid, available, implementation
 from leanclip.ops.triton import launch
 from numerics.ops_cases import Case, check, small_cases
 
@@ -24,6 +24,17 @@ def test_several_panels_and_blocks(case: Case, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "PARTIAL_BYTES", 1024)
     monkeypatch.setattr(launch, "WEIGHT_BYTES", 8192)
     check(launch, case, torch.float32, slack=SLACK)
+
+
+def test_weights_of_one_change_nothing():
+    """Not a bit, border tiles included."""
+    rows, cols = (torch.nn.functional.normalize(torch.randn(count, 24), dim=1) for count in (70, 101))
+    pairs, diagonal = Pairs(rows=rows, cols=cols, offset=20), torch.rand(70)
+    plain = Sigmoid(torch.tensor(14.0), torch.tensor(-3.0), torch.tensor(0.3))
+    ones = plain._replace(sides=(torch.full((70,), 0.5), torch.full((101,), 0.5)))
+    without, weighted = (launch.pairwise(pairs, sigmoid, diagonal) for sigmoid in (plain, ones))
+    for one, other in zip((*without[:3], *without.gradients), (*weighted[:3], *weighted.gradients), strict=True):
+        assert one is not None and other is not None and torch.equal(one, other)
 
 
 def test_selection():

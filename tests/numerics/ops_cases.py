@@ -27,9 +27,10 @@ class Case:
     mask_positives: bool = True
     groups: bool = False
     own_scales: bool = False  # one per anchor
+    weights: bool = False  # of the pairs, for the sigmoid
 
     def __str__(self) -> str:
-        extras = [name for name in ("groups", "own_scales") if getattr(self, name)]
+        extras = [name for name in ("groups", "own_scales", "weights") if getattr(self, name)]
         kept = [] if self.mask_positives else ["positives"]
         return "-".join([f"{self.rows}x{self.cols}x{self.dim}", f"tau{self.tau:g}", self.kind, *extras, *kept])
 
@@ -49,6 +50,7 @@ def small_cases() -> list[Case]:
         found.append(square(50, 24, tau, groups=True))
         found.append(square(50, 24, tau, groups=True, mask_positives=False))
         found.append(square(70, 24, tau, own_scales=True))
+        found.append(Case(rows=70, cols=101, dim=24, tau=tau, offset=20, mask_positives=False, weights=True))
     return found
 
 
@@ -76,6 +78,7 @@ class Inputs:
     diagonal: Tensor
     bias: Tensor
     weight: Tensor
+    sides: tuple[Tensor, Tensor] | None
     order: Tensor | None = None  # of the features, where they were shuffled
 
     @classmethod
@@ -93,6 +96,9 @@ class Inputs:
             diagonal=-torch.rand(case.rows, generator=draw).to(device),
             bias=torch.tensor(-3.0, device=device),
             weight=torch.tensor(0.3, device=device),
+            sides=(_weights(case.rows, draw).to(device), _weights(case.cols, draw).to(device))
+            if case.weights
+            else None,
             pairs=Pairs(
                 rows=rows.to(device, dtype),
                 cols=cols.to(device, dtype),
@@ -136,7 +142,8 @@ def outputs(
     both = engine.gradients(pairs, row_terms, col_terms, diagonal)
     one = engine.gradients(pairs, row_terms, col_terms, diagonal, needs=(True, False))
     other = engine.gradients(pairs, row_terms, col_terms, diagonal, needs=(False, True))
-    sigmoid = Sigmoid(cast(inputs.row_scale.max()), cast(inputs.bias), cast(inputs.weight))
+    sides = None if inputs.sides is None else (cast(inputs.sides[0]), cast(inputs.sides[1]))
+    sigmoid = Sigmoid(cast(inputs.row_scale.max()), cast(inputs.bias), cast(inputs.weight), sides)
     sums = engine.pairwise(pairs, sigmoid, diagonal)
     assert one.cols is None and other.rows is None
     found = {
@@ -202,6 +209,13 @@ def _orders(case: Case, inputs: Inputs) -> list[Inputs]:
     orders = [torch.randperm(case.dim, generator=draw).to(rows.device) for _ in range(8)]
     shuffled = [replace(inputs.pairs, rows=rows[:, at], cols=cols[:, at]) for at in orders]
     return [inputs, *(replace(inputs, pairs=pairs, order=at) for pairs, at in zip(shuffled, orders, strict=True))]
+
+
+def _weights(count: int, draw: torch.Generator) -> Tensor:
+    """Random ones, with equal stretches that a tile may see alone."""
+    weights = torch.rand(count, generator=draw) * (torch.rand(count, generator=draw) > 0.2)
+    weights[: count // 2] = 0.5
+    return weights
 
 
 def _embeddings(case: Case, draw: torch.Generator) -> tuple[Tensor, Tensor]:

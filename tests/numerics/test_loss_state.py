@@ -206,6 +206,13 @@ def test_bad_ids_are_refused(ids, code, words):
         create("fastclip-v3")(image, text, ids)
 
 
+@pytest.mark.parametrize("weights", [torch.ones(7), torch.tensor(1.0), -torch.ones(8), torch.full((8,), math.nan)])
+def test_bad_weights_are_refused(weights):
+    image, text, _ = batch(7)
+    with refuses("loss.bad_weights", "weights"):
+        leanclip.create_loss("infonce")(image, text, weights=weights)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "code", "words"),
     [

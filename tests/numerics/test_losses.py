@@ -49,8 +49,8 @@ class Transcription:
         self.individual = name in ("isogclr", "fastclip-v2")
         self.tau = tau
 
-    def step(self, image: Tensor, text: Tensor, ids: Tensor, epoch: int, groups: Tensor):
-        batch = len(ids)
+    def step(self, image: Tensor, text: Tensor, ids: Tensor, epoch: int, groups: Tensor, weights: Tensor):
+        batch, relative = len(ids), (weights / weights.mean().clamp_min(1e-6)).tolist()
         gamma = 1.0 if epoch == 0 else self.gamma
         tau = torch.tensor(self.tau, requires_grad=True)
         surrogate, penalty, slope = 0 * (image + text).sum(), 0.0, 0 * tau
@@ -68,10 +68,10 @@ class Transcription:
                 u = value if old is None else (1 - gamma) * old + gamma * value
                 self.u[side][sample] = u
                 c = own.item() if self.name == "fastclip-v3" else 1.0
-                surrogate = surrogate + 0.5 * c * g / (EPS + u) / batch
-                slope = slope + g / (EPS + u) / batch
-                penalty += (self.rho + math.log(EPS + u if self.exact else u)) / (2 * batch)
-                if self.individual:
+                surrogate = surrogate + 0.5 * c * relative[i] * g / (EPS + u) / batch
+                slope = slope + relative[i] * g / (EPS + u) / batch
+                penalty += relative[i] * (self.rho + math.log(EPS + u if self.exact else u)) / (2 * batch)
+                if self.individual and relative[i] > 0:
                     weighted = (exponent.exp() * exponent).mean().item()
                     gradient = -weighted / (EPS + u) + math.log(EPS + u) + self.rho
                     self.adam(side, sample, min(max(gradient, -5), 5), own.item(), epoch)
@@ -106,7 +106,12 @@ def some_groups(step: int, batch: int = BATCH) -> Tensor:
     return torch.zeros(batch, dtype=torch.int64) if step % 4 == 3 else torch.arange(batch) ** 2 % (4 + step)
 
 
-@pytest.mark.parametrize("extra", ["", "groups"])
+def some_weights(step: int, batch: int = BATCH) -> Tensor:
+    """Some are 0; in every fifth step all are."""
+    return torch.rand(batch, generator=torch.Generator().manual_seed(step)).sub(0.3).clamp_min(0) * (step % 5 != 4)
+
+
+@pytest.mark.parametrize("extra", [(), ("groups",), ("weights",), ("groups", "weights")])
 @pytest.mark.parametrize("implementation", ["reference", "tiled"])
 @pytest.mark.parametrize(("name", "form"), FORMS)
 def test_gradients_equal_the_transcription_over_revisits(name, form, implementation, extra):
@@ -122,10 +127,12 @@ def test_gradients_equal_the_transcription_over_revisits(name, form, implementat
         image, text, ids = embeddings(step)
         epoch = step // 3
         loss.set_epoch(epoch, 3)
-        groups = some_groups(step) if extra else None
+        groups = some_groups(step) if "groups" in extra else torch.arange(BATCH)
+        weights = some_weights(step) if "weights" in extra else torch.ones(BATCH)
         loss.zero_grad()
-        loss(image, text, ids, groups=groups).loss.backward()
-        expected, slope = plain.step(image, text, ids, epoch, torch.arange(BATCH) if groups is None else groups)
+        values = {"groups": groups, "weights": weights}
+        loss(image, text, ids, **{name: values[name] for name in extra}).loss.backward()
+        expected, slope = plain.step(image, text, ids, epoch, groups, weights)
         assert_close((image.grad, text.grad), expected, rtol=1e-8, atol=1e-12)
         if slope is not None:
             found = next(loss.parameters()).grad
@@ -228,35 +235,82 @@ def test_parameter_gradients_equal_finite_differences(name):
         assert parameter.grad.item() == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6)
 
 
-def written_objective(name: str, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, groups: Tensor) -> Tensor:
+def written_objective(
+    name: str, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, groups: Tensor, weights: Tensor
+) -> Tensor:
     """The objective of a loss without state, term by term."""
     batch, scores, terms = len(groups), image @ text.T * scale, []
+    weights = weights / weights.mean().clamp_min(1e-6)
     for i in range(batch):
         others = [j for j in range(batch) if groups[j] != groups[i]]
         if name == "siglip":
-            negatives = [-F.logsigmoid(-(scores[i, j] + bias)) for j in others]
-            terms.append(sum(negatives) - F.logsigmoid(scores[i, i] + bias))
+            negatives = [-F.logsigmoid(-(scores[i, j] + bias)) * (weights[i] + weights[j]) / 2 for j in others]
+            terms.append(sum(negatives) - weights[i] * F.logsigmoid(scores[i, i] + bias))
         for row in (scores[i], scores[:, i]) if name != "siglip" and others else ():
             total = torch.stack([(row[j] - row[i]).exp() for j in others]).sum()
-            terms.append(0.5 * (total if name == "dcl" else 1 + total).log())
+            terms.append(0.5 * weights[i] * (total if name == "dcl" else 1 + total).log())
     return torch.stack(terms).sum() / batch if terms else 0 * scores.sum()
 
 
-@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("step", range(5))
+@pytest.mark.parametrize("implementation", ["reference", "tiled"])
 @pytest.mark.parametrize("name", ["infonce", "dcl", "siglip"])
-def test_losses_without_state_equal_their_written_objective(name, step):
+def test_losses_without_state_equal_their_written_objective(name, implementation, step):
     image, text, _ = embeddings(step)
-    loss, groups = leanclip.create_loss(name, tau=0.1), some_groups(step)
+    loss, groups = leanclip.create_loss(name, tau=0.1, implementation=implementation), some_groups(step)
+    weights = some_weights(step)
     scale, bias = torch.tensor(10.0, requires_grad=True), torch.tensor(-10.0, requires_grad=True)
-    right = written_objective(name, image, text, scale, bias, groups)
-    found = loss(image, text, groups=groups).loss
-    assert found.item() == pytest.approx(right.item(), rel=1e-12)
+    right = written_objective(name, image, text, scale, bias, groups, weights)
+    found = loss(image, text, groups=groups, weights=weights).loss
+    assert found.item() == pytest.approx(right.item(), rel=1e-12, abs=1e-15)
     by_embedding = torch.autograd.grad(right, (image, text, scale), retain_graph=True)
     expected = (*by_embedding[:2], by_embedding[2] * 10)  # for log(1/tau)
     if name == "siglip":
         expected = (*expected, *torch.autograd.grad(right, bias))
     parameters = sorted(loss.parameters(), key=lambda parameter: -parameter.item())  # log(1/tau) > bias
     assert_close(torch.autograd.grad(found, (image, text, *parameters)), expected, atol=1e-13)
+
+
+def run_with(weights, name, implementation, dtype):
+    """Loss, gradients and state of three steps, and the tensors that they leave."""
+    loss, results = leanclip.create_loss(name, num_samples=SAMPLES, implementation=implementation), []
+    for step in range(3):
+        loss.set_epoch(step, 3)
+        loss.zero_grad()
+        image, text, ids = embeddings(step)
+        image, text = (side.detach().to(dtype).requires_grad_() for side in (image, text))
+        value = loss(image, text, ids, weights=weights).loss
+        value.backward()
+        gradients = [image.grad, text.grad, *(parameter.grad for parameter in loss.parameters())]
+        results += [value.detach(), *gradients, *(table.clone() for table in loss.state_dict().values())]
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("implementation", ["reference", "tiled"])
+@pytest.mark.parametrize("name", leanclip.LOSSES)
+def test_weights_of_one_change_no_bit(name, implementation, dtype):
+    torch.set_default_dtype(torch.float64 if dtype == torch.float64 else torch.float32)
+    plain, ones = (run_with(weights, name, implementation, dtype) for weights in (None, torch.ones(BATCH)))
+    assert all(torch.equal(one, other) for one, other in zip(plain, ones, strict=True))
+
+
+@pytest.mark.parametrize("name", leanclip.LOSSES)
+def test_weights_count_by_their_ratio_and_a_pair_of_weight_zero_stays_a_negative(name):
+    image, text, ids = embeddings(0)
+    weights = torch.ones(BATCH)
+    weights[0] = 0
+    half, whole, zero = (leanclip.create_loss(name, num_samples=SAMPLES, tau=0.1) for _ in range(3))
+    gradients = []
+    for loss, scale in ((half, 0.5), (whole, 1.0), (zero, 0.0)):
+        loss.set_epoch(0, 1)
+        value = loss(image, text, ids, weights=scale * weights).loss
+        gradients.append(torch.autograd.grad(value, (image, text, *loss.parameters())))
+    assert_close(gradients[0], gradients[1], rtol=1e-12)
+    assert all(bool((gradient == 0).all()) for gradient in gradients[2])
+    assert all(bool((side[0] != 0).any()) for side in gradients[1][:2])  # as a negative of the others
+    tables = zip(half.state_dict().items(), zero.state_dict().values(), strict=True)
+    assert all(torch.equal(table, other) for (key, table), other in tables if "log_u" in key)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -91,7 +91,12 @@ def _siglip(launch: Any) -> None:
     launch.pairwise(Pairs(rows=EMBEDDINGS, cols=EMBEDDINGS), Sigmoid(SCALE, SCALE, SCALE), LOG_WEIGHT)
 
 
-@pytest.mark.parametrize("compute", [_infonce, _own_temperatures, _siglip])
+def _weighted_siglip(launch: Any) -> None:
+    sigmoid = Sigmoid(SCALE, SCALE, SCALE, (LOG_WEIGHT, LOG_WEIGHT))
+    launch.pairwise(Pairs(rows=EMBEDDINGS, cols=EMBEDDINGS), sigmoid, LOG_WEIGHT)
+
+
+@pytest.mark.parametrize("compute", [_infonce, _own_temperatures, _siglip, _weighted_siglip])
 @pytest.mark.parametrize("capability", [80, 86, 89, 90])
 def test_the_kernels_compile_within_shared_memory(compiled: Any, capability: int, compute: Any):
     from leanclip.ops.triton.configs import SHARED_MEMORY

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from leanclip.distributed import PendingGather, Ranks
 from leanclip.errors import ArgumentError
 from leanclip.losses.custom_gradient import without_autocast
-from leanclip.ops import Pairs
+from leanclip.ops import Pairs, accumulator_dtype
 
 Metric = Tensor | float | str | Callable[[], Tensor]
+SMALLEST_MEAN_WEIGHT = 1e-6  # of a batch: one whose pairs all have weight 0 teaches nothing, instead of NaN
 
 
 class Metrics(Mapping[str, Tensor | float | str]):
@@ -48,6 +49,8 @@ class Local(NamedTuple):
     ranks: Ranks
     batch: int
     all_images: PendingGather | None = None  # if their gather was started early
+    groups: Tensor | None = None  # (B,) of the whole batch
+    weights: Tensor | None = None  # (B,) of the whole batch, divided by their mean
 
     @property
     def share(self) -> slice:
@@ -65,21 +68,27 @@ class Local(NamedTuple):
         image, text = both.chunk(2, 1)
         return image.contiguous(), text.contiguous()
 
-    def pairs(self, rows: Tensor, cols: Tensor, all_groups: Tensor | None, *, mask_positives: bool = False) -> Pairs:
+    def with_all(self, groups: Tensor | None, weights: Tensor | None) -> "Local":
+        """With the groups and weights of all ranks, on the compute device."""
+        device = self.image.device
+        if groups is not None:
+            groups = self.ranks.gather(groups.to(device, non_blocking=True), self.batch, purpose="groups")
+        if weights is not None:
+            check_weights(weights, len(self.image))
+            local = weights.to(device, accumulator_dtype(self.image.dtype), non_blocking=True)
+            weights = self.ranks.gather(local, self.batch, purpose="weights")
+            weights = weights / weights.mean().clamp_min(SMALLEST_MEAN_WEIGHT)
+        return self._replace(groups=groups, weights=weights)
+
+    def pairs(self, rows: Tensor, cols: Tensor, *, mask_positives: bool = False) -> Pairs:
         """Local embeddings of one side against all of the other."""
         return Pairs(
             rows=rows,
             cols=cols,
             offset=self.share.start,
             mask_positives=mask_positives,
-            groups=None if all_groups is None else (all_groups[self.share], all_groups),
+            groups=None if self.groups is None else (self.groups[self.share], self.groups),
         )
-
-    def groups(self, groups: Tensor | None) -> Tensor | None:
-        """The whole batch's groups, on the compute device."""
-        if groups is None:
-            return None
-        return self.ranks.gather(groups.to(self.image.device, non_blocking=True), self.batch, purpose="groups")
 
 
 class ContrastiveLoss(nn.Module):
@@ -100,6 +109,7 @@ class ContrastiveLoss(nn.Module):
         *,
         text_ids: Tensor | None = None,
         groups: Tensor | None = None,
+        weights: Tensor | None = None,
         global_batch: int | None = None,
     ) -> LossOutput:
         """The loss of a batch; row i of both embeddings is sample `sample_ids[i]`.
@@ -111,7 +121,9 @@ class ContrastiveLoss(nn.Module):
 
         The losses with a state per sample need the ids. `text_ids` gives captions a state of their own instead of
         their image's. Samples with the same number in `groups` (several captions of one image in a batch) are not
-        each other's negatives; a sample without negatives contributes nothing and leaves its state.
+        each other's negatives; a sample without negatives contributes nothing and leaves its state. `weights`, 0 or
+        more, multiply what each pair teaches as an anchor, divided by their mean over the global batch; a pair of
+        weight 0 is still a negative of the others, and its running estimates go on.
         """
         if image_features.ndim != 2 or image_features.shape != text_features.shape:
             shapes = f"{(*image_features.shape,)} and {(*text_features.shape,)}"
@@ -132,7 +144,7 @@ class ContrastiveLoss(nn.Module):
                 code="loss.bad_share",
             )
         with without_autocast(image.device.type):
-            return self.compute(local, sample_ids, text_ids, groups)
+            return self.compute(local.with_all(groups, weights), sample_ids, text_ids)
 
     def start_gather(self, image_features: Tensor, *, global_batch: int | None = None) -> None:
         """Start to gather the image embeddings, while the texts are still being embedded.
@@ -147,9 +159,7 @@ class ContrastiveLoss(nn.Module):
         image = in_step_precision(image_features.detach())
         self._early = image_features, ranks.start_gather(image, batch, purpose="embeddings")
 
-    def compute(
-        self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None, groups: Tensor | None
-    ) -> LossOutput:
+    def compute(self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None) -> LossOutput:
         """The loss itself, on embeddings of one precision."""
         raise NotImplementedError
 
@@ -173,6 +183,23 @@ class ContrastiveLoss(nn.Module):
             return []
         group = {"params": parameters, "weight_decay": 0.0, "follows_schedule": self.follows_schedule}
         return [{"name": "temperature"} | group | ({} if self.lr_tau is None else {"lr": self.lr_tau})]
+
+
+def check_weights(weights: Tensor, count: int) -> None:
+    """Refuse other shapes and values. Weights on the host are checked there; on a device without waiting for it."""
+    if weights.shape != (count,):
+        raise ArgumentError(f"weights of shape {tuple(weights.shape)} for {count} pairs", code="loss.bad_weights")
+    if not count:
+        return
+    low, high = weights.aminmax()
+    valid = (low >= 0) & (high < torch.inf)  # false for NaN
+    if weights.device.type != "cpu":
+        torch.ops.aten._assert_async.msg(valid, "a pair's weight is negative or not finite")
+    elif not valid:
+        raise ArgumentError(
+            f"the weights of pairs lie between {float(low)} and {float(high)}; give finite numbers, 0 or more",
+            code="loss.bad_weights",
+        )
 
 
 def in_step_precision(features: Tensor) -> Tensor:

@@ -76,9 +76,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             return self.state.mean("tau")
         return self.temperature_rule.mean()
 
-    def compute(
-        self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None, groups: Tensor | None
-    ) -> LossOutput:
+    def compute(self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None) -> LossOutput:
         image, text = local.image, local.text
         ids = self._ids(sample_ids, text_ids, local)
         implementation, engine = ops.implementation(self.implementation, image)
@@ -88,7 +86,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             tau = stored["tau"]
             inverse = tau.reciprocal()
             # 1. statistics
-            matrix = Similarities(engine, local, inverse, local.groups(groups))
+            matrix = Similarities(engine, local, inverse)
             log_sum, mean, positive = matrix.statistics()
             logit, log_negatives = positive * inverse, matrix.log_negatives()
             log_g = log_sum - (logit + log_negatives)
@@ -97,8 +95,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             shift = self._shift(matrix, logit, inverse, stored)
             old = stored.get("log_u")
             log_norm, log_u = self.normalizer(log_g, log_negatives, old, self.shares.value, shift)
-            weight = None if matrix.negatives is None else (matrix.negatives > 0).to(log_g.dtype)
-            ratio = (log_g - log_norm).exp()
+            ratio, weight = (log_g - log_norm).exp(), matrix.weights()
             anchors = Anchors(tau, log_g, mean_l, log_norm, log_u, ratio, log_negatives, weight)
             # 3. temperature and state
             slopes = self._update(anchors, shift, stored, ids)
@@ -166,7 +163,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         """eps_form="published": the largest exponent of an anchor so far, by which its estimate is shifted."""
         if "shift" not in stored:
             return None
-        (images, texts), groups = matrix.gathered, matrix.all_groups
+        (images, texts), groups = matrix.gathered, matrix.local.groups
         largest = torch.stack([ops.row_maxima(images, texts, groups), ops.row_maxima(texts, images, groups)])
         return torch.maximum(stored["shift"], largest * inverse - logit)
 
@@ -199,9 +196,13 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         batch = logit.shape[-1]
         log_share = -(anchors.log_negatives + math.log(2 * batch))
         if self.weight_by_tau:
-            return log_share - (anchors.log_norm + logit), anchors.ratio.sum(0) / (-2 * batch)
-        log_weight = (inverse.log() + log_share) - (anchors.log_norm + logit)
-        return log_weight, (anchors.ratio * inverse).sum(0) / (-2 * batch)
+            log_weight, total = log_share - (anchors.log_norm + logit), anchors.ratio.sum(0)
+        else:
+            log_weight = (inverse.log() + log_share) - (anchors.log_norm + logit)
+            total = (anchors.ratio * inverse).sum(0)
+        if anchors.weight is not None:
+            log_weight, total = log_weight + anchors.weight.log(), total * anchors.weight
+        return log_weight, total / (-2 * batch)
 
     def _metrics(self, anchors: Anchors, implementation: str) -> Metrics:
         metrics: dict[str, Metric] = {

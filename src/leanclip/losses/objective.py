@@ -22,7 +22,7 @@ class Anchors(NamedTuple):
     log_u: Tensor  # (2, B) the running estimate after the update
     ratio: Tensor  # (2, B) g / norm
     log_negatives: Tensor | float  # log of how many negatives an anchor has; (B,) where groups leave some out
-    weight: Tensor | None  # (B,) of a pair in every mean over the batch: 0 without negatives. None: all have 1
+    weight: Tensor | None  # (B,) of a pair in every mean over the batch, 0 without negatives; None: all have 1
 
     def mean(self, values: Tensor) -> Tensor:
         """Over the batch and both directions, weighted."""

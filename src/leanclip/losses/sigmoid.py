@@ -14,6 +14,7 @@ class SigmoidLoss(ContrastiveLoss):
 
     As softplus(-z) = softplus(z) - z, this is 1/B [sum_ij softplus(z_ij) - sum_i z_ii]: all pairs share one
     form, and the positives add a linear term. The gradients need no normaliser and come with the value in one pass.
+    A pair's weight multiplies its positive; a negative belongs to two anchors and has the mean of their weights.
     """
 
     def __init__(
@@ -26,9 +27,7 @@ class SigmoidLoss(ContrastiveLoss):
     def temperature(self) -> Tensor:
         return self.temperature_rule.mean()
 
-    def compute(
-        self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None, groups: Tensor | None
-    ) -> LossOutput:
+    def compute(self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None) -> LossOutput:
         image, text, ranks, batch = local.image, local.text, local.ranks, local.batch
         implementation, engine = ops.implementation(self.implementation, image)
         needs = (image.requires_grad and torch.is_grad_enabled(), text.requires_grad and torch.is_grad_enabled())
@@ -39,26 +38,31 @@ class SigmoidLoss(ContrastiveLoss):
             positive = (image.to(dtype) * text).sum(1)
             weight = scale / batch
             sigmoid, diagonal = ops.Sigmoid(scale, bias, weight), -weight.expand(len(image))
-            (all_images, all_texts), all_groups = local.gathered(), local.groups(groups)
+            linear, mean_weight = scale * positive + bias, 1.0
+            if local.weights is not None:
+                anchor, mean_weight = local.weights[local.share], local.weights.mean()
+                sigmoid = sigmoid._replace(sides=(anchor / 2, local.weights / 2))
+                diagonal, positive, linear = diagonal * anchor, positive * anchor, linear * anchor
+            all_images, all_texts = local.gathered()
             by_image = engine.pairwise(
-                local.pairs(image, all_texts, all_groups),
+                local.pairs(image, all_texts),
                 sigmoid,
                 diagonal,
                 needs=(needs[0], needs[1] and ranks.size == 1),
             )
             gradients = by_image.gradients
             if ranks.size > 1:
-                pairs = local.pairs(text, all_images, all_groups)
+                pairs = local.pairs(text, all_images)
                 by_text = engine.pairwise(pairs, sigmoid, diagonal, needs=(needs[1], False))
                 both = (gradients.rows, by_text.gradients.rows)
                 gradients = ops.Gradients(*(None if g is None else g * ranks.size for g in both))
             sums = torch.stack([
-                (by_image.softplus - (scale * positive + bias)).sum(),
+                (by_image.softplus - linear).sum(),
                 (by_image.similarity - positive).sum(),
                 by_image.weight.sum(),
             ])  # fmt: skip
             value, similarity, probability = (ranks.sum(sums, purpose="sums") / batch).unbind()
-            slopes = [(self.temperature_rule.log_inv_tau, scale * similarity), (self.bias, probability - 1)]
+            slopes = [(self.temperature_rule.log_inv_tau, scale * similarity), (self.bias, probability - mean_weight)]
 
         saved = [gradient for gradient in gradients if gradient is not None]
 

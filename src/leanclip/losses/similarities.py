@@ -18,19 +18,20 @@ from leanclip.losses.base import Local
 class Similarities:
     """Both directions of a batch's similarity matrix, at scales (1/tau) of () or (2, B)."""
 
-    def __init__(self, engine: ops.Implementation, local: Local, scale: Tensor, groups: Tensor | None) -> None:
-        self.engine, self.all_groups = engine, groups
+    def __init__(self, engine: ops.Implementation, local: Local, scale: Tensor) -> None:
+        self.engine = engine
         self.local = local._replace(image=local.image.detach(), text=local.text.detach())
         self.gathered = local.gathered()  # all image and all text embeddings
         self.scales = (scale, scale) if scale.ndim == 0 else scale.unbind()
         # (B,) how many negatives an anchor has, in both directions alike; None where all have B - 1.
-        self.negatives = None if groups is None and local.batch > 1 else self._count_negatives()
+        self.negatives = None if local.groups is None and local.batch > 1 else self._count_negatives()
 
     def _count_negatives(self) -> Tensor:
-        if self.all_groups is None:
+        groups = self.local.groups
+        if groups is None:
             return torch.zeros(1, dtype=torch.int64, device=self.local.image.device)
-        ordered = self.all_groups.sort().values
-        first, end = (torch.searchsorted(ordered, self.all_groups, right=right) for right in (False, True))
+        ordered = groups.sort().values
+        first, end = (torch.searchsorted(ordered, groups, right=right) for right in (False, True))
         return self.local.batch - (end - first)
 
     def log_negatives(self) -> Tensor | float:
@@ -38,6 +39,14 @@ class Similarities:
         if self.negatives is None:
             return math.log(self.local.batch - 1)
         return self.negatives.clamp_min(1).to(ops.accumulator_dtype(self.local.image.dtype)).log()
+
+    def weights(self) -> Tensor | None:
+        """(B,) what the pairs are weighted by: 0 without negatives. None where all have weight 1."""
+        given = self.local.weights
+        if self.negatives is None:
+            return given
+        counted = (self.negatives > 0).to(ops.accumulator_dtype(self.local.image.dtype))
+        return counted if given is None else given * counted
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of all anchors: log-sum-exp and mean similarity over the negatives, (2, B), and the positives', (B,)."""
@@ -80,7 +89,7 @@ class Similarities:
         return ops.Gradients(*results)
 
     def _pairs(self, rows: Tensor, cols: Tensor) -> ops.Pairs:
-        return self.local.pairs(rows, cols, self.all_groups, mask_positives=True)
+        return self.local.pairs(rows, cols, mask_positives=True)
 
     def _local(self, scale: Tensor) -> Tensor:
         return scale if scale.ndim == 0 else scale[self.local.share]

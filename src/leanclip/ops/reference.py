@@ -44,10 +44,13 @@ def pairwise(pairs: Pairs, sigmoid: Sigmoid, diagonal: Tensor, *, needs: Needs =
     """
     similarity_RC, counted_RC = similarities(pairs.rows, pairs.cols), counted_pairs(pairs)
     logits_RC = sigmoid.scale * similarity_RC + sigmoid.bias
-    sigmoid_RC = logits_RC.sigmoid().masked_fill(~counted_RC, 0.0)
+    factor_RC = counted_RC.to(logits_RC.dtype)
+    if sigmoid.sides is not None:
+        factor_RC *= sigmoid.sides[0][:, None] + sigmoid.sides[1][None, :]
+    sigmoid_RC = logits_RC.sigmoid() * factor_RC
     weights_RC = sigmoid.weight * sigmoid_RC + _positives(diagonal, pairs)
     return Pairwise(
-        softplus=softplus(logits_RC).masked_fill(~counted_RC, 0.0).sum(1),
+        softplus=(softplus(logits_RC) * factor_RC).sum(1),
         weight=sigmoid_RC.sum(1),
         similarity=(sigmoid_RC * similarity_RC).sum(1),
         gradients=_pull_back(pairs, weights_RC, needs),

@@ -62,8 +62,13 @@ def pairwise(pairs: Pairs, sigmoid: Sigmoid, diagonal: Tensor, *, needs: Needs =
         torch.mul(similarity, sigmoid.scale, out=logits).add_(sigmoid.bias)
         # softplus(z) = max(z, 0) + log(1 + exp(-|z|)) is exact everywhere; torch's softplus is cut off at 20.
         torch.abs(logits, out=scratch).neg_().exp_().log1p_().add_(logits.clamp_min(0))
+        weights = logits.sigmoid_()
+        if sigmoid.sides is not None:
+            factor = sigmoid.sides[0][tile.rows, None] + sigmoid.sides[1][None, tile.cols]
+            scratch.mul_(factor)
+            weights.mul_(factor)
         softplus[tile.rows] += tile.leave_out(scratch, 0.0).sum(1)
-        weights = tile.leave_out(logits.sigmoid_(), 0.0)
+        weights = tile.leave_out(weights, 0.0)
         weight[tile.rows] += weights.sum(1)
         weighted[tile.rows] += similarity.mul_(weights).sum(1)
         sums.add(tile, weights.mul_(sigmoid.weight), diagonal)

@@ -55,11 +55,15 @@ class Terms(NamedTuple):
 
 
 class Sigmoid(NamedTuple):
-    """How a sigmoid weighs all pairs: weight * sigmoid(scale s_ij + bias)."""
+    """How a sigmoid weighs all pairs: weight * sigmoid(scale s_ij + bias).
+
+    With `sides`, all sums and weights over pairs have the factor `sides[0]_i + sides[1]_j`.
+    """
 
     scale: Tensor  # ()
     bias: Tensor  # ()
     weight: Tensor  # ()
+    sides: tuple[Tensor, Tensor] | None = None  # (R,) and (C,)
 
 
 class Gradients(NamedTuple):
@@ -68,7 +72,7 @@ class Gradients(NamedTuple):
 
 
 class Pairwise(NamedTuple):
-    """Of each row, over the pairs that count, with z_ij = scale s_ij + bias."""
+    """Of each row, over the pairs that count, with z_ij = scale s_ij + bias, each with its factor if it has one."""
 
     softplus: Tensor  # (R,) sum_j log(1 + exp z_ij)
     weight: Tensor  # (R,) sum_j sigmoid(z_ij)

@@ -227,14 +227,17 @@ def pairwise(pairs: Pairs, sigmoid: Sigmoid, diagonal: Tensor, *, needs: Needs =
     """Equals `reference.pairwise`."""
     launch = _Launch.of(pairs)
     config = launch.config("pairwise")
-    scalars = tuple(tensor.detach().contiguous() for tensor in (*sigmoid, diagonal))
+    weighted = sigmoid.sides is not None
+    # Without weights of the sides the kernel gets any pointer, and does not read it.
+    tensors = (*sigmoid[:3], diagonal, *(sigmoid.sides or (diagonal, diagonal)))
+    scalars = tuple(tensor.detach().contiguous() for tensor in tensors)
     num_cols = len(pairs.cols)
     with launch.device():
         weights = _WeightBlocks(launch, config, needs)
         partial = launch.empty(3, ceil_div(num_cols, config.block_c), weights.height)
         sums = launch.empty(3, len(pairs.rows))
         for block in weights.blocks():
-            weights.compute(pairwise_kernel, block, scalars, {"STORE": any(needs)}, partial)
+            weights.compute(pairwise_kernel, block, scalars, {"STORE": any(needs), "WEIGHTED": weighted}, partial)
             if block.end_col == num_cols:
                 height = block.end_row - block.row
                 torch.sum(partial[:, :, :height], 1, out=sums[:, block.row : block.end_row])

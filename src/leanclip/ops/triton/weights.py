@@ -174,28 +174,44 @@ def join_products(a, b):
 
 
 @triton.jit
-def sigmoid_and_softplus(similarity, scale, bias):
+def sigmoid_and_softplus(similarity, scale, bias, row_factor, col_factor, WEIGHTED: tl.constexpr):
     """sigmoid(z) and the rows' sums of softplus(z) = max(z, 0) + log(1 + exp(-|z|)), for z = scale s + bias.
 
     This takes one logarithm per row, of the product of all 1 + exp(-|z|); each is at most 2, so that float32
     holds the product over 64 columns and more. 1 / (1 + x) comes from a reciprocal root: division costs far more.
+    If WEIGHTED, each pair has the factor of its row plus that of its column; different ones need a logarithm each.
     """
     power = similarity * (scale * LOG2_E) + bias * LOG2_E
     small = tl.exp2(-tl.abs(power))
     root = tl.rsqrt(1.0 + small)
     sigmoid = tl.where(power >= 0, 1.0, small) * (root * root)
+    if WEIGHTED:
+        sigmoid *= row_factor[:, None] + col_factor[None, :]
+        row_top, col_top = tl.max(row_factor), tl.max(col_factor)
+        if (row_top == tl.min(row_factor)) & (col_top == tl.min(col_factor)):  # one factor: as without
+            softplus = product_softplus(power, small) * (row_top + col_top)
+        else:
+            single = tl.maximum(power, 0.0) * LN_2 + log_one_plus(small)
+            softplus = tl.sum(single * (row_factor[:, None] + col_factor[None, :]), 1)
+    else:
+        softplus = product_softplus(power, small)
+    return sigmoid, softplus
+
+
+@triton.jit
+def product_softplus(power, small):
     product = tl.reduce(small, 1, join_products)
     logarithm = tl.where(product < 1.0, log_one_plus(product), tl.log(1.0 + product))
-    softplus = tl.sum(tl.maximum(power, 0.0), 1) * LN_2 + logarithm
-    return sigmoid, softplus
+    return tl.sum(tl.maximum(power, 0.0), 1) * LN_2 + logarithm
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
 def pairwise_kernel(
-    rows, cols, scale, bias, weight, diagonal, row_groups, col_groups, out, partial,
+    rows, cols, scale, bias, weight, diagonal, row_weight, col_weight, row_groups, col_groups, out, partial,
     first_row, end_row, first_col, end_col, num_rows, num_cols, offset, stride, kind_stride, block_stride,
     DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    STORE: tl.constexpr, MASK_POSITIVES: tl.constexpr, GROUPS: tl.constexpr, TMA: tl.constexpr,
+    STORE: tl.constexpr, WEIGHTED: tl.constexpr, MASK_POSITIVES: tl.constexpr, GROUPS: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """The weights of `reference.pairwise` (if STORE) and each row's three sums over a tile's columns.
 
@@ -215,11 +231,19 @@ def pairwise_kernel(
     softplus_sum = tl.zeros((BLOCK_R,), tl.float32)
     sigmoid_sum = tl.zeros((BLOCK_R,), tl.float32)
     weighted_sum = tl.zeros((BLOCK_R,), tl.float32)
+    at_row = row + tl.arange(0, BLOCK_R)
+    row_factor = tl.full((BLOCK_R,), 0.5, tl.float32)  # outside the matrix, where no pair counts, any will do
+    col_factor = tl.full((HALF,), 0.5, tl.float32)
+    if WEIGHTED:
+        row_factor = tl.load(row_weight + at_row, at_row < end_row, 0.5).to(tl.float32)
     parts = (left, right)
     for side in tl.static_range(2):
         part_col = col + side * HALF
         part = parts[side]
-        sigmoid, softplus = sigmoid_and_softplus(part, scale_value, bias_value)
+        if WEIGHTED:
+            at_col = part_col + tl.arange(0, HALF)
+            col_factor = tl.load(col_weight + at_col, at_col < end_col, 0.5).to(tl.float32)
+        sigmoid, softplus = sigmoid_and_softplus(part, scale_value, bias_value, row_factor, col_factor, WEIGHTED)
         softplus_sum += softplus
         sigmoid_sum += tl.sum(sigmoid, 1)
         weighted_sum += tl.sum(sigmoid * part, 1)
@@ -231,7 +255,6 @@ def pairwise_kernel(
                 out, weights, row - first_row, part_col - first_col, end_row - first_row, end_col - first_col,
                 stride, BLOCK_R, HALF, TMA,
             )  # fmt: skip
-    at_row = row + tl.arange(0, BLOCK_R)
     to = partial + (col // BLOCK_C) * block_stride + (at_row - first_row)
     tl.store(to, softplus_sum, at_row < end_row)
     tl.store(to + kind_stride, sigmoid_sum, at_row < end_row)
