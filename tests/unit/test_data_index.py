@@ -5,9 +5,12 @@ import math
 import multiprocessing
 import os
 import pickle
+import random
 import tarfile
 import threading
 import time
+import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from leanclip.data import Shards, index
 from leanclip.data.files import expand, stat_all
 from leanclip.data.index import INDEX_NAME, open_index
 from leanclip.data.source import BrokenSample, Part
-from leanclip.data.tar import IMAGE, TXT, TarReader, scan
+from leanclip.data.tar import COLUMNS, IMAGE, TXT, TarReader, scan
 from leanclip.progress import ACTIVITY
 from refusal import refuses
 
@@ -181,6 +184,77 @@ def test_an_index_file_is_used_and_updated(tmp_path, scans):
         (tmp_path / INDEX_NAME).write_bytes(garbage)
         assert len(Shards(str(tmp_path))) == 15
     assert not list(tmp_path.glob(f"{INDEX_NAME}.*[!k]"))  # nothing but the lock beside it
+
+
+def samples_of(shards):
+    return [(shards.captions(number), shards.image_bytes(number)) for number in range(len(shards))]
+
+
+def test_no_flipped_bit_of_an_index_file_changes_a_sample(tmp_path, capsys):
+    write_shards(tmp_path, 3, samples=3)
+    expected = samples_of(Shards(str(tmp_path)))
+    path, draw, rebuilt = tmp_path / INDEX_NAME, random.Random(0), 0
+    content = path.read_bytes()
+    for _ in range(200):
+        damaged = bytearray(content)
+        damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        index._say_damaged.cache_clear()
+        assert samples_of(Shards(str(tmp_path))) == expected
+        messages = capsys.readouterr().err
+        assert messages.count("is damaged") <= 1
+        rebuilt += "is damaged" in messages
+    assert rebuilt > 180  # the other bits are padding
+    path.write_bytes(content[:-1])
+    Shards(str(tmp_path))
+    capsys.readouterr()
+    assert len(Shards(str(tmp_path))) == 9 and not capsys.readouterr().err
+
+
+def entry(**changes):
+    return {"size": 1, "version": "", "start": 0, "stop": 0, "stamp": 0, "broken": {}, "checksum": 0} | changes
+
+
+PLANTED = {
+    **{f"{key} {value:g}": {"shards": {"0.tar": entry(**{key: value})}}
+       for key in ("start", "stop", "size") for value in (-5, 10**9, 10**18, 10**30)},
+    "deep": "[" * 100_000,
+    "no table": [1],
+    "no shards": {},
+    "shards in a list": {"shards": []},
+    "no numbers": {"shards": {"0.tar": entry(start="x", broken=[1])}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_planted_values_in_an_index_file_are_not_used(tmp_path, planted):
+    """With valid checksums of the text, of the size and version of the shard."""
+    write_shards(tmp_path, 1)
+    expected, file = samples_of(Shards(str(tmp_path))), stat_all(expand(str(tmp_path)), "")[0]
+    text = planted if isinstance(planted, str) else json.dumps(planted)
+    text = text.replace('"version": ""', f'"version": "{file.version}"').replace(
+        '"size": 1,', f'"size": {file.size},'
+    )
+    head = index.HEAD.pack(index.MAGIC, len(text), zlib.crc32(text.encode())) + text.encode()
+    rows = np.full((4, COLUMNS), 2**31, np.uint32)
+    (tmp_path / INDEX_NAME).write_bytes(head.ljust(index._table_offset(len(text)), b"\0") + rows.tobytes())
+    assert samples_of(Shards(str(tmp_path))) == expected
+
+
+def test_rows_beyond_the_end_of_a_shard_are_not_used(tmp_path):
+    write_shards(tmp_path, 1)
+    expected, file = samples_of(Shards(str(tmp_path))), stat_all(expand(str(tmp_path)), "")[0]
+    rows = index.ShardRows(np.full((4, COLUMNS), 2**31, np.uint32), 0, 4, None)
+    index._save(tmp_path / INDEX_NAME, {file.path: index.IndexedShard(file, rows, Counter(), 0, rows.checksum())})
+    assert samples_of(Shards(str(tmp_path))) == expected
+
+
+@pytest.mark.parametrize("name", [INDEX_NAME, f"{INDEX_NAME}.lock"])
+def test_a_pipe_in_place_of_an_index_file_does_not_block(tmp_path, name):
+    write_shards(tmp_path, 2)
+    os.mkfifo(tmp_path / name)
+    assert len(Shards(str(tmp_path))) == 8
+    assert (tmp_path / INDEX_NAME).is_file()
 
 
 def test_a_small_data_set_gets_no_index_file(tmp_path, monkeypatch):

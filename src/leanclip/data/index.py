@@ -2,18 +2,22 @@
 
 A directory of shards has one index file, beside the shards or, if that is not writable, in the cache directory:
 
-    magic, the length of a JSON text, the text, padding, then a table of (samples, COLUMNS) uint32
+    magic, the length and the checksum of a JSON text, the text, padding, then a table of (samples, COLUMNS) uint32
 
-The JSON text gives for each shard its rows of the table, and the size and version of the file that was scanned.
+The JSON text gives for each shard its rows of the table, their checksum, and the size and version of the file that
+was scanned. What is damaged is not used: the shards are scanned again.
 """
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
+import struct
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +27,15 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from leanclip.data.files import FileStat, is_remote
-from leanclip.data.tar import COLUMNS, open_tar, scan
-from leanclip.errors import UserError
-from leanclip.filesystem import atomic_path, cache_directory
+from leanclip.data.tar import BLOCK, COLUMNS, open_tar, scan
+from leanclip.errors import UserError, first_line
+from leanclip.filesystem import MAX_JSON_BYTES, atomic_path, cache_directory, parse_json
 from leanclip.progress import ACTIVITY, progress_bar
 
 INDEX_NAME = ".leanclip-index"
-MAGIC = b"leanclip index 1\n"
+MAGIC = b"leanclip index 2\n"
+HEAD = struct.Struct(f"<{len(MAGIC)}sQI")  # magic, length of the text, checksum of the text
+NUMBERS = ("size", "start", "stop", "stamp", "checksum")  # of a shard in the text
 TABLE_ALIGNMENT = 64  # bytes
 MIN_KEPT_BYTES = 256 << 20  # fewer bytes of shards are scanned in a moment: no index file, no progress bar
 SCAN_THREADS = 8  # to overlap waiting for the storage
@@ -55,12 +61,21 @@ class ShardRows:
             return ShardRows, (self.table[self.start : self.stop].copy(), 0, len(self), None)
         return _map_rows, (self.path, len(self.table), self.start, self.stop)
 
+    def checksum(self) -> int:
+        return zlib.crc32(np.ascontiguousarray(self.table[self.start : self.stop]).data)
+
+    def within(self, size: int) -> bool:
+        """Whether all files lie in a shard of this size. A read beyond its end would allocate what the row says."""
+        rows = self.table[self.start : self.stop]
+        return bool((rows[:, ::2].astype(np.int64) * BLOCK + rows[:, 1::2] <= size).all())
+
 
 class IndexedShard(NamedTuple):
     file: FileStat
     rows: ShardRows
     broken: Counter[str]
     stamp: int
+    checksum: int  # of the rows, when they were scanned
 
 
 def open_index(files: list[FileStat]) -> list[IndexedShard]:
@@ -107,9 +122,14 @@ def _lock(path: Path, directory: str) -> Iterator[None]:
     """One process scans while the others wait. The system releases the lock when the process ends."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # without a lock, several processes scan and write the same file
-            file = stack.enter_context(_lock_path(path).open("a"))
+            file = stack.enter_context(open(_lock_path(path), "a", opener=_open_at_once))
             _wait_for_lock(file, directory)
         yield
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A pipe is refused; opening it would wait for a reader."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def _lock_path(path: Path) -> Path:
@@ -168,45 +188,63 @@ def _scan_shard(file: FileStat) -> IndexedShard:
         raise UserError(
             f"{file.path} is not a tar file; remove it, or give a pattern of the shards", code="data.not_a_tar"
         )
-    return IndexedShard(file, ShardRows(content.table, 0, len(content.table), None), content.broken, content.stamp)
+    rows = ShardRows(content.table, 0, len(content.table), None)
+    return IndexedShard(file, rows, content.broken, content.stamp, rows.checksum())
 
 
 def _load(path: Path, files: list[FileStat]) -> dict[str, IndexedShard]:
-    """The shards that the index file holds in their present version."""
-    stored = _read(path)
-    return {
-        file.path: stored[file.name]._replace(file=file)
-        for file in files
-        if file.name in stored and file._replace(path=file.name) == stored[file.name].file
-    }
+    """The shards that the index file holds undamaged and in their present version."""
+    stored, shards = _read(path), {}
+    for file in files:
+        shard = stored.get(file.name)
+        if shard is None or file._replace(path=file.name) != shard.file:
+            continue
+        if shard.rows.checksum() == shard.checksum and shard.rows.within(file.size):
+            shards[file.path] = shard._replace(file=file)
+        else:
+            _say_damaged(path, f"the rows of {file.name}")
+        ACTIVITY.still_working()
+    return shards
 
 
 def _read(path: Path) -> dict[str, IndexedShard]:
-    """The shards of an index file by name; none if it is missing, damaged or of another version."""
+    """The shards of an index file by name, their rows unchecked; none if it is missing or damaged."""
     try:
-        with path.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                return {}
-            length = int.from_bytes(file.read(8), "little")
-            entries = json.loads(file.read(min(length, path.stat().st_size)))["shards"]
-        table = np.zeros((0, COLUMNS), np.uint32)
-        if count := sum(entry["count"] for entry in entries.values()):
-            table = np.asarray(np.memmap(path, np.uint32, "r", offset=_table_offset(length), shape=(count, COLUMNS)))
-        return {
-            name: IndexedShard(
-                FileStat(name, entry["size"], entry["version"]),
-                ShardRows(table, entry["start"], entry["start"] + entry["count"], path),
-                Counter(entry["broken"]),
-                entry["stamp"],
-            )
-            for name, entry in entries.items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return _parse(path) if path.exists() else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        _say_damaged(path, first_line(error))
         return {}
 
 
+@functools.cache  # once for each damage: a file is read several times
+def _say_damaged(path: Path, reason: str) -> None:
+    print(f"{path} is damaged or of another version ({reason}); its shards are scanned again", file=sys.stderr)
+
+
+def _parse(path: Path) -> dict[str, IndexedShard]:
+    if not path.is_file():
+        raise ValueError("not a regular file")  # opening a pipe would wait
+    with path.open("rb") as file:
+        magic, length, checksum = HEAD.unpack(file.read(HEAD.size))
+        text = file.read(min(length, MAX_JSON_BYTES))
+    if magic != MAGIC or zlib.crc32(text) != checksum:
+        raise ValueError("wrong checksum")
+    offset, table = _table_offset(length), np.zeros((0, COLUMNS), np.uint32)
+    if count := (path.stat().st_size - offset) // table.itemsize // COLUMNS:
+        table = np.asarray(np.memmap(path, table.dtype, "r", offset=offset, shape=(count, COLUMNS)))
+    shards = {}
+    for name, entry in parse_json(text)["shards"].items():
+        size, start, stop, stamp, checksum = (int(entry[key]) for key in NUMBERS)
+        if not 0 <= start <= stop <= len(table):
+            raise ValueError(f"rows of {name} beyond the end")
+        broken = Counter({str(kind): int(number) for kind, number in entry["broken"].items()})
+        file, rows = FileStat(name, size, str(entry["version"])), ShardRows(table, start, stop, path)
+        shards[name] = IndexedShard(file, rows, broken, stamp, checksum)
+    return shards
+
+
 def _table_offset(text_length: int) -> int:
-    return -(-(len(MAGIC) + 8 + text_length) // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
+    return -(-(HEAD.size + text_length) // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
 
 
 def _map_rows(path: Path, table_length: int, start: int, stop: int) -> ShardRows:
@@ -222,14 +260,14 @@ def _save(path: Path, scanned: dict[str, IndexedShard]) -> None:
         name: shard for name, shard in _read(path).items() if path.name != INDEX_NAME or (path.parent / name).exists()
     } | {shard.file.name: shard for shard in scanned.values()}
     entries, start = {}, 0
-    for name, (file, rows, broken, stamp) in shards.items():
+    for name, (file, rows, broken, stamp, checksum) in shards.items():
         entries[name] = {
-            "size": file.size, "version": file.version, "start": start, "count": len(rows), "stamp": stamp,
-            "broken": dict(broken),
+            "size": file.size, "version": file.version, "start": start, "stop": start + len(rows), "stamp": stamp,
+            "broken": dict(broken), "checksum": checksum,
         }  # fmt: skip
         start += len(rows)
     text = json.dumps({"shards": entries}).encode()
-    head = MAGIC + len(text).to_bytes(8, "little") + text
+    head = HEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text
     # If the disk is full, the next start scans again.
     with contextlib.suppress(OSError), atomic_path(path) as temporary, temporary.open("wb") as file:
         file.write(head.ljust(_table_offset(len(text)), b"\0"))
