@@ -110,7 +110,7 @@ def announce(job: Job, directory: RunDirectory, console: Console) -> None:
     if broken := job.data.train.source.broken:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in broken.items())
         console.print(f"left out of the training data: {kinds}")
-    for note in (job.data.note, *job.notes):
+    for note in (job.data.note, *job.data.messages, *job.notes):
         if note:
             console.print(note)
     if job.resume_from is not None:

@@ -329,7 +329,7 @@ def test_an_incomplete_index_is_saved_periodically(tmp_path, monkeypatch):
 
     write_shards(tmp_path, 30, samples=1)
     monkeypatch.setattr(index, "_save", save)
-    monkeypatch.setattr(index, "_show_progress", progress)
+    monkeypatch.setattr(index, "show_progress", progress)
     monkeypatch.setattr(index.time, "monotonic", lambda: clock[0])
     index._scan_all(stat_all(expand(str(tmp_path)), ""), tmp_path / INDEX_NAME)
     assert saved == [30, 156, 282]  # at least 30 s apart, and 20 times as long as a save takes
@@ -348,7 +348,7 @@ def test_a_waiting_process_is_active_while_the_scan_makes_progress(tmp_path, mon
     path, done = tmp_path / INDEX_NAME, threading.Event()
 
     def wait():
-        with index._lock(path, "data"):
+        with index.lock(path, "indexes data"):
             done.set()
 
     def active_since(ticks):
@@ -358,14 +358,14 @@ def test_a_waiting_process_is_active_while_the_scan_makes_progress(tmp_path, mon
         return ACTIVITY.ticks > ticks
 
     before, waiting = ACTIVITY.ticks, threading.Thread(target=wait)
-    with index._lock(path, "data"):
+    with index.lock(path, "indexes data"):
         waiting.start()
         assert active_since(before)
         for _ in range(2):
             before = ACTIVITY.ticks
             time.sleep(0.1)
             assert ACTIVITY.ticks == before  # no progress: the scan may hang
-            index._show_progress(path)
+            index.show_progress(path)
             assert active_since(before)
         assert not done.is_set()
     waiting.join()

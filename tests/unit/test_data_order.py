@@ -81,7 +81,7 @@ def test_neighbours_stay_together_in_blocks():
 def test_a_split_covers_every_id():
     split = SplitVisits(1000, 100, seed=3)
     ids, _ = split.at(np.arange(900), seed=3, epoch=0)
-    assert sorted([*ids, *split.held_out_ids()]) == list(range(1000))
+    assert sorted([*ids, *split.held_out_ids]) == list(range(1000))
 
 
 @settings(max_examples=30, deadline=None)

@@ -150,9 +150,9 @@ def hostile_table(folder: Path) -> Path:
     (folder / "text.jpg").write_text("no image")
     (folder / "directory.jpg").mkdir()
     bad = ["cut.jpg", "empty.jpg", "text.jpg", "directory.jpg", "gone.jpg", "", "../../gone.jpg"]
-    table = write_table(folder / "pairs.csv", [*pairs, *((name, "a kite") for name in bad), (pairs[0][0], " ")])
+    table = write_table(folder / "pairs.csv", [*pairs, *((name, "a kite") for name in bad), ("blank.jpg", " ")])
     with table.open("ab") as file:
-        file.write(b"000.jpg,caf\xe9\n000.jpg,one,too many\n")
+        file.write(b"latin.jpg,caf\xe9\n000.jpg,one,too many\n")
     return table
 
 

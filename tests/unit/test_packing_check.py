@@ -74,8 +74,10 @@ def test_lines_of_pixels_are_counted(tmp_path):
 
 def test_several_processes_give_the_same_report(tmp_path):
     pairs = write_images(tmp_path, 8)
-    rows = [pairs[number % 8] for number in range(2000)]
-    rows[3], rows[1700], rows[900] = ("gone.jpg", "a"), ("lost.jpg", "a"), (pairs[0][0], " ")
+    rows = [(f"{number}.jpg", pairs[number % 8][1]) for number in range(2000)]
+    for number, (name, _) in enumerate(rows):
+        (tmp_path / name).hardlink_to(tmp_path / pairs[number % 8][0])
+    rows[3], rows[1700], rows[900] = ("gone.jpg", "a"), ("lost.jpg", "a"), ("900.jpg", " ")
     path = write_table(tmp_path / "pairs.csv", rows)
     counted = []
     alone, together = report_on(path, progress=counted.append), report_on(path, workers=2)

@@ -57,6 +57,8 @@ MIN_PARALLEL_SAMPLES = 5000  # fewer are done before worker processes have start
 MAX_DEFAULT_WORKERS = 16
 NAME_WIDTH = 25  # characters
 
+MAX_DUPLICATE_SHARE = 0.05  # of images; more of them probably have several captions each
+
 Format = Literal["auto", "csv", "parquet", "folder", "coco", "synthetic"]
 
 
@@ -258,6 +260,10 @@ def _show_check(report: dict[str, Any]) -> None:
     for name in ("duplicate_images", "duplicate_captions"):
         example = f", such as {report[name]['examples'][0]}" if report[name]["examples"] else ""
         rows[name.replace("_", " ")] = f"{report[name]['count']:,} ({report[name]['share']:.1%}){example}"
+    if report["duplicate_images"]["share"] > MAX_DUPLICATE_SHARE:
+        rows["advice"] = (
+            "give each image once, with all its captions: captions of one image are negatives of each other otherwise"
+        )
     for kind, count in report["left_out_on_opening"].items():
         rows[f"left out: {kind}"] = f"{count:,}"
     for kind, count in report["broken"].items():

@@ -1,6 +1,7 @@
 """Opening the training data and the held-out data."""
 
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import numpy as np
 from leanclip.data import synthetic
 from leanclip.data.config import DataConfig
 from leanclip.data.csv_table import Table
-from leanclip.data.order import SplitVisits, Visits, WeightedVisits
+from leanclip.data.order import Visits, WeightedVisits
 from leanclip.data.shards import Shards
-from leanclip.data.source import BrokenCount, Manifest, Source
+from leanclip.data.source import BrokenCount, Manifest, Source, manifest_version
+from leanclip.data.split import Split, split
 from leanclip.errors import UserError
 
 BUNDLED = Path(__file__).parent / "emoji"
@@ -45,6 +47,7 @@ class Datasets:
     train: TrainingSet
     val: Subset | None
     note: str | None  # shown with every figure on these data
+    messages: tuple[str, ...] = ()  # for the log: which rows and images were grouped
 
 
 def open_datasets(config: DataConfig, *, seed: int, manifest: Manifest | None = None) -> Datasets:
@@ -63,10 +66,11 @@ def open_datasets(config: DataConfig, *, seed: int, manifest: Manifest | None = 
                 "samples were added since the run began, so --val-split would hold out other ones; start a new run",
                 code="data.split_changed",
             )
-        split = _split(len(source), config.val_split, seed)
-        return Datasets(TrainingSet(source, split), Subset(source, split.held_out_ids()), _note(config))
+        visits, held_out, messages = _split(source, config.val_split, seed, manifest)
+        val, messages = Subset(source, held_out), (*source.notes, *messages)
+        return Datasets(TrainingSet(source, visits), val, _note(config), messages)
     val, note = open_validation(config, seed=seed)
-    return Datasets(TrainingSet(source, WeightedVisits(source.parts)), val, note)
+    return Datasets(TrainingSet(source, WeightedVisits(source.parts)), val, note, source.notes)
 
 
 def open_validation(
@@ -75,8 +79,7 @@ def open_validation(
     """The held-out data alone, and the note to show with figures on them."""
     if config.val_split:
         source = _train_source(config, manifest)
-        split = _split(_samples_at_start(manifest, source), config.val_split, seed)
-        return Subset(source, split.held_out_ids()), _note(config)
+        return Subset(source, _split(source, config.val_split, seed, manifest).held_out), _note(config)
     if config.val_data is None and config.train_data is not None:
         return None, None
     source = open_source(config.val_data or str(BUNDLED / "val-*.tar"), config)
@@ -143,8 +146,15 @@ def _samples_at_start(manifest: Manifest | None, source: Source) -> int:
     return len(source) if manifest is None else sum(int(entry["count"]) for entry in manifest)
 
 
-def _split(count: int, share: float, seed: int) -> SplitVisits:
-    held_out = round(share * count)
-    if not 0 < held_out < count:
-        raise UserError(f"--val-split {share} of {count} samples gives an empty set", code="data.empty_split")
-    return SplitVisits(count, held_out, seed)
+def _split(source: Source, share: float, seed: int, manifest: Manifest | None) -> Split:
+    """A source of a run keeps in its manifest what was held out, since the images that a table names may change."""
+    count, version = _samples_at_start(manifest, source), manifest_version(manifest)
+    parts = split(source, share, seed, count=count, version=version)
+    source.held_out = zlib.crc32(parts.held_out.tobytes())
+    if manifest and manifest[0].get("held_out", source.held_out) != source.held_out:
+        raise UserError(
+            "images have changed since the run began, so --val-split would hold out other ones; restore them, or"
+            " start a new run",
+            code="data.split_changed",
+        )
+    return parts

@@ -96,7 +96,7 @@ def _directory_index(directory: str, files: list[FileStat]) -> dict[str, Indexed
     path = next((path for path in paths if _writable(path)), None)
     if path is None or (sum(file.size for file in files) < MIN_KEPT_BYTES and not is_remote(directory)):
         return _scan_all(files)
-    with _lock(path, directory):
+    with lock(path, f"indexes {directory}"):
         indexed = _load(path, files)
         scanned = _scan_all([file for file in files if file.path not in indexed], path)
         if scanned:
@@ -118,12 +118,13 @@ def _writable(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, directory: str) -> Iterator[None]:
-    """One process scans while the others wait. The system releases the lock when the process ends."""
+def lock(path: Path, work: str) -> Iterator[None]:
+    """One process works while the others wait. The system releases the lock when the process ends."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # without a lock, several processes scan and write the same file
+        with contextlib.suppress(OSError):  # without a lock, several processes do the same work
+            path.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(open(_lock_path(path), "a", opener=_open_at_once))
-            _wait_for_lock(file, directory)
+            _wait_for_lock(file, work)
         yield
 
 
@@ -136,20 +137,20 @@ def _lock_path(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
 
 
-def _show_progress(path: Path) -> None:
+def show_progress(path: Path) -> None:
     """For the processes that wait for the lock."""
     with contextlib.suppress(OSError):
         _lock_path(path).touch()
 
 
-def _wait_for_lock(file: IO[str], directory: str) -> None:
+def _wait_for_lock(file: IO[str], work: str) -> None:
     """This process counts as active only while the process that holds the lock makes progress."""
     changed_at = 0
     while True:
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not changed_at:
-            print(f"waiting for another process that indexes {directory}", file=sys.stderr)
+            print(f"waiting for another process that {work}", file=sys.stderr)
         if (modified := os.fstat(file.fileno()).st_mtime_ns) != changed_at:
             changed_at = modified
             ACTIVITY.still_working()
@@ -171,7 +172,7 @@ def _scan_all(files: list[FileStat], path: Path | None = None) -> dict[str, Inde
                 scanned[file.path] = shard
                 progress(file.size)
                 if path is not None:
-                    _show_progress(path)
+                    show_progress(path)
                 if path is not None and (started := time.monotonic()) >= next_save:
                     _save(path, scanned)
                     seconds = time.monotonic() - started

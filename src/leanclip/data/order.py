@@ -88,15 +88,28 @@ class SplitVisits:
     def __init__(self, count: int, held_out: int, seed: int) -> None:
         self.count, self.held_out = count, held_out
         self.permutation = Permutation(count, seed, SPLIT_KEY)
+        self.held_out_ids = np.sort(self.permutation(np.arange(held_out)))
+        self.training_ids: np.ndarray | None = None  # only where they are not computed: 8 bytes each
+
+    def keep_together(self, later: np.ndarray, first: np.ndarray) -> None:
+        """Keep each of the `later` ids, sorted, on the side of its `first` one: hold out whole groups, in the order
+        of the permutation, until they are enough."""
+        order = self.permutation(np.arange(self.held_out))
+        groups = np.where(np.isin(order, later), first[np.searchsorted(later, order) % len(later)], order)
+        groups = groups[np.sort(np.unique(groups, return_index=True)[1])]
+        sizes = 1 + (np.sort(first).searchsorted(groups, "right") - np.sort(first).searchsorted(groups))
+        chosen = groups[np.cumsum(sizes) - sizes < self.held_out]
+        self.held_out_ids = np.union1d(chosen, later[np.isin(first, chosen)])
+        training_ids = self.permutation(np.arange(self.held_out, self.count))
+        kept = training_ids[~np.isin(training_ids, self.held_out_ids)]
+        self.training_ids = np.concatenate([kept, np.setdiff1d(order, self.held_out_ids)])
 
     def __len__(self) -> int:
-        return self.count - self.held_out
+        return self.count - len(self.held_out_ids)
 
     def at(self, slots: np.ndarray, *, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        return self.permutation(slots + self.held_out), np.zeros_like(slots)
-
-    def held_out_ids(self) -> np.ndarray:
-        return np.sort(self.permutation(np.arange(self.held_out)))
+        ids = self.permutation(slots + self.held_out) if self.training_ids is None else self.training_ids[slots]
+        return ids, np.zeros_like(slots)
 
 
 class WeightedVisits:

@@ -1,20 +1,38 @@
 """WebDataset tar shards: every sample has a stable id and is read by position."""
 
 import bisect
+import functools
 import json
 import random
+import zlib
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from leanclip.data.files import MAX_OPEN_FILES, FileStat, OpenFiles, expand, stat_all
-from leanclip.data.index import IndexedShard, open_index
-from leanclip.data.source import BrokenSample, Manifest, Part, Source, clean_captions, pick_caption
-from leanclip.data.tar import BLOCK, IMAGE, IMAGE_ENDINGS, JSON, TXT, name_before
+import numpy as np
+
+from leanclip.data.files import MAX_OPEN_FILES, FileStat, OpenFiles, expand, is_remote, stat_all
+from leanclip.data.index import SCAN_THREADS, IndexedShard, open_index
+from leanclip.data.source import (
+    BrokenSample,
+    Manifest,
+    Part,
+    Source,
+    clean_captions,
+    manifest_version,
+    pick_caption,
+)
+from leanclip.data.tar import BLOCK, IMAGE, IMAGE_ENDINGS, JSON, TXT, name_before, open_tar
 from leanclip.errors import UserError, first_line
 from leanclip.filesystem import read_json
+
+REQUIRED_KEYS = ("size", "count", "base", "stamp")
+MANIFEST_KEYS = (*REQUIRED_KEYS, "version", "sample", "held_out")  # those of older runs lack the others
+SAMPLE_BLOCKS, SAMPLE_BYTES = 8, 1 << 14  # of each shard that are compared on resume
+MAX_REMOTE_SAMPLED = 64  # shards
 
 
 def load_manifest(path: Path) -> Manifest | None:
@@ -25,13 +43,21 @@ def load_manifest(path: Path) -> Manifest | None:
 def check_manifest(content: Any, origin: str) -> Manifest:
     """The parsed content of a manifest; a UserError that names `origin` if it is damaged."""
     try:
-        return [
-            {"name": str(entry["name"])} | {key: int(entry[key]) for key in ("size", "count", "base", "stamp")}
+        manifest: list[dict[str, Any]] = [
+            {"name": str(entry["name"])} | {key: int(entry[key]) for key in MANIFEST_KEYS if key in entry}
             for entry in content
         ]
-    except (ValueError, KeyError, TypeError) as error:
+        counts = [entry["count"] for entry in manifest]
+        numbers = [entry[key] for entry in manifest for key in (*REQUIRED_KEYS, *entry) if key != "name"]
+        if not all(0 <= number < 1 << 64 for number in numbers):
+            raise ValueError("a negative or huge number")
+        if [entry["base"] for entry in manifest] != list(accumulate(counts, initial=0))[:-1]:
+            raise ValueError("ids with gaps")
+        return manifest
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(
-            f"{origin} holds no valid manifest; restore it, or start a new run", code="data.bad_manifest"
+            f"{origin} holds no valid manifest ({first_line(error)}); restore it, or start a new run",
+            code="data.bad_manifest",
         ) from error
 
 
@@ -61,6 +87,7 @@ class Shards(Source):
         files = [stat_all(expand(pattern), pattern) for pattern in patterns]
         shards = open_index([file for group in files for file in group])
         groups = [number for number, group in enumerate(files) for _ in group]
+        self.version = manifest_version(manifest)
         if manifest is not None:
             order = _order_of(manifest, shards)
             shards, groups = [shards[i] for i in order], [groups[i] for i in order]
@@ -96,10 +123,25 @@ class Shards(Source):
         return [Part(self.bases[shards[0]], self.bases[shards[-1] + 1], factor) for factor, shards in numbers]
 
     def manifest(self) -> Manifest:
-        return [
+        manifest: Manifest = [
             {"name": file.name, "size": file.size, "count": len(rows), "base": base, "stamp": stamp}
             for file, rows, base, stamp in zip(self.files, self.rows, self.bases, self._stamps, strict=False)
         ]
+        for number, sample in self._samples.items():
+            manifest[number]["sample"] = sample
+        manifest[0] |= self.manifest_head()
+        return manifest
+
+    @functools.cached_property
+    def _samples(self) -> dict[int, int]:
+        """Content samples by shard: of all local ones, and of some remote ones, where each takes several requests."""
+        local = [number for number, file in enumerate(self.files) if not is_remote(file.path)]
+        remote = [number for number, file in enumerate(self.files) if is_remote(file.path)]
+        numbers = local + remote[:: -(-len(remote) // MAX_REMOTE_SAMPLED) or 1]
+        return dict(zip(numbers, _content_samples([self.files[number] for number in numbers]), strict=True))
+
+    def image_sizes(self) -> np.ndarray:
+        return np.concatenate([rows.table[rows.start : rows.stop, IMAGE + 1] for rows in self.rows])
 
     def image_bytes(self, index: int) -> bytes:
         content = self._read(index, IMAGE)
@@ -184,6 +226,24 @@ class Shards(Source):
         return content
 
 
+def _changed(file: FileStat) -> UserError:
+    return UserError(
+        f"{file.path} has changed since the run began; restore it, or start a new run", code="data.changed"
+    )
+
+
+def _content_samples(files: list[FileStat]) -> list[int]:
+    """A checksum of some blocks of each file: all of a small one. It detects other contents behind equal headers."""
+
+    def sample(file: FileStat) -> int:
+        positions = np.linspace(0, max(0, file.size - SAMPLE_BYTES), SAMPLE_BLOCKS).astype(int).tolist()
+        with open_tar(file) as tar:
+            return zlib.crc32(b"".join(tar.read(position, SAMPLE_BYTES) for position in positions))
+
+    with ThreadPoolExecutor(SCAN_THREADS) as pool:
+        return list(pool.map(sample, files))
+
+
 def _are_weights(weights: Any, count: int) -> bool:
     return (
         isinstance(weights, list)
@@ -204,10 +264,7 @@ def _order_of(manifest: Manifest, shards: list[IndexedShard]) -> list[int]:
         state = {i: (shards[i].file.size, len(shards[i].rows), shards[i].stamp) for i in same_name}
         match = next((i for i in same_name if state[i] == expected), None)
         if match is None and same_name:
-            raise UserError(
-                f"{shards[same_name[0]].file.path} has changed since the run began; restore it, or start a new run",
-                code="data.changed",
-            )
+            raise _changed(shards[same_name[0]].file)
         if match is None:
             raise UserError(
                 f"the run was trained on {entry['name']}, which is not in the data; restore it",
@@ -215,4 +272,10 @@ def _order_of(manifest: Manifest, shards: list[IndexedShard]) -> list[int]:
             )
         same_name.remove(match)
         order.append(match)
+    sampled = [
+        (shards[i].file, entry["sample"]) for i, entry in zip(order, manifest, strict=True) if "sample" in entry
+    ]
+    for (file, expected), sample in zip(sampled, _content_samples([file for file, _ in sampled]), strict=True):
+        if sample != expected:
+            raise _changed(file)
     return order + sorted(number for same_name in numbers.values() for number in same_name)

@@ -7,11 +7,20 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from leanclip.errors import UserError, first_line, one_line
 
 Manifest = list[dict[str, str | int]]  # the files that fix the sample ids of a run, in the order of the ids
+# Version 1 has one sample for each row of a table, and --val-split may hold out one of two equal images. Runs keep
+# the version that they began with.
+MANIFEST_VERSION = 2
 MIN_COUNTED_SAMPLES = 1000  # the broken share is taken of at least this many, so that one early sample stops nothing
 MAX_EXAMPLES = 3  # messages kept for each count of broken samples
+
+
+def manifest_version(manifest: Manifest | None) -> int:
+    return int(manifest[0].get("version", 1)) if manifest else MANIFEST_VERSION
 
 
 class BrokenSample(Exception):  # noqa: N818 - the loader handles it, it is not an error of the run
@@ -70,6 +79,9 @@ class Source(Protocol):
     """
 
     broken: Mapping[str, int] = MappingProxyType({})
+    notes: tuple[str, ...] = ()  # for the log, and for the summary of `leanclip data pack`
+    version: int = MANIFEST_VERSION  # of the manifest
+    held_out: int | None = None  # a checksum of the ids that --val-split holds out, for the manifest
 
     def __len__(self) -> int: ...
 
@@ -90,9 +102,18 @@ class Source(Protocol):
     def parts(self) -> Sequence[Part]:
         return [Part(0, len(self), 1.0)]
 
+    def image_sizes(self) -> np.ndarray | None:
+        """The bytes of every image, without reading it, 0 if it is missing; None if no two images are equal."""
+        return None
+
     def manifest(self) -> Manifest | None:
         """The files that fix the ids; None for a source without files."""
         return None
+
+    def manifest_head(self) -> dict[str, str | int]:
+        """What the first entry of the manifest adds."""
+        values: dict[str, str | int | None] = {"version": self.version, "held_out": self.held_out}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def pick_caption(captions: list[str], weights: Sequence[float] | None, rng: random.Random) -> str:
@@ -109,8 +130,6 @@ def pick_caption(captions: list[str], weights: Sequence[float] | None, rng: rand
 
 class Packable(Source):
     """A source that `leanclip data pack` can read. Its files belong to the user and may change between two runs."""
-
-    notes: tuple[str, ...] = ()  # for the summary
 
     def identity(self) -> str:
         """Changes when the files that list the samples change, or the columns that are read."""

@@ -1,7 +1,7 @@
 """A folder of images, with captions in .txt files or in a list, as a source to pack."""
 
-import csv
 import hashlib
+import io
 import json
 import os
 import re
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from leanclip.data.csv_table import read_rows
 from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, read_image
 from leanclip.errors import UserError, first_line
 
@@ -102,6 +103,9 @@ def _read_list(path: Path) -> Iterator[tuple[str, list[str]]]:
         json_rows = (json.loads(line) for line in text.split("\n") if line.strip())
         for row in json_rows if path.suffix == ".jsonl" else _table_rows(path, text):
             number += 1
+            if row is None:
+                yield f"row {number} of {path.name}", []  # a sample without image and caption is counted as broken
+                continue
             name = next(str(row[key]) for key in IMAGE_KEYS if row.get(key) is not None)
             captions = next(row[key] for key in CAPTION_KEYS if row.get(key) is not None)
             captions = captions if isinstance(captions, list) else [captions]
@@ -109,7 +113,7 @@ def _read_list(path: Path) -> Iterator[tuple[str, list[str]]]:
             yield re.sub(r"#\d+$", "", name.strip()), [str(caption) for caption in captions]
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8; convert it (iconv -t UTF-8)", code="data.not_utf8") from error
-    except (ValueError, AttributeError, StopIteration, csv.Error) as error:
+    except (ValueError, AttributeError, StopIteration) as error:
         raise UserError(
             f"{path}, row {max(number, 1)}: expected an image ({IMAGE_KEYS[0]}) and a caption ({CAPTION_KEYS[0]});"
             " double a quote inside quotes",
@@ -117,15 +121,16 @@ def _read_list(path: Path) -> Iterator[tuple[str, list[str]]]:
         ) from error
 
 
-def _table_rows(path: Path, text: str) -> Iterator[dict[str, Any]]:
+def _table_rows(path: Path, text: str) -> Iterator[dict[str, Any] | None]:
+    """None for a row that cannot be read: a quote that is never closed, a field that is too long."""
     first = text.partition("\n")[0].strip()
     separator = "\t" if "\t" in first else ","
-    rows = csv.reader(text.splitlines(keepends=True), delimiter=separator)
-    header = [column.strip() for column in next(csv.reader([first], delimiter=separator), [])]
+    rows = (fields for _, fields in read_rows(io.BytesIO(text.encode()), separator))
+    header = [column.strip() for _, fields in read_rows([first.encode()], separator) for column in fields or ()]
     if set(IMAGE_KEYS) & set(header) and set(CAPTION_KEYS) & set(header):
         next(rows)
     elif path.suffix == ".txt" and separator == "\t":
         header = [IMAGE_KEYS[0], CAPTION_KEYS[0]]
     else:
         raise ValueError("no header")
-    return (dict(zip(header, row, strict=False)) for row in rows if row)
+    return (None if row is None else dict(zip(header, row, strict=False)) for row in rows if row != [])
