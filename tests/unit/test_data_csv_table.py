@@ -66,7 +66,8 @@ def test_a_run_resumes_with_added_rows_and_not_with_changed_ones(tmp_path, capsy
         data.write_bytes(changed)
         assert exit_code(*resumed) == 2
         assert refusal_code(capsys.readouterr().err) == "data.changed"
-    data.write_bytes(content + b"images/000.jpg,one more\n")
+    (tmp_path / "data" / "images" / "new.jpg").hardlink_to(tmp_path / "data" / "images" / "000.jpg")
+    data.write_bytes(content + b"images/000.jpg,one more\nimages/new.jpg,one more\n")
     assert exit_code(*resumed) == 0
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())[0]["count"] == COUNT + 1
 
