@@ -12,9 +12,9 @@ from leanclip.losses import loss_from_config
 from leanclip.models import ModelConfig
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.runs.config import TrainConfig
-from leanclip.training import micro_batch_probe, set_up
-from leanclip.training.micro_batch_probe import USED, probe_micro_batch
+from leanclip.training import probe, set_up
 from leanclip.training.model_setup import model_for_run
+from leanclip.training.probe import USED, probe_micro_batch
 from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
 
@@ -59,8 +59,8 @@ def test_the_probed_micro_batch_is_near_the_largest_that_fits(monkeypatch):
         autocast=torch.autocast("cuda", torch.bfloat16),
     )  # fmt: skip
     with_room(monkeypatch, room)
-    micro = probe_micro_batch(context, model, share=share, optimizer="adamw", fsdp=False)
-    assert 16 <= micro < share // 8
+    micro, peak = probe_micro_batch(context, model, share=share, optimizer="adamw", fsdp=False)
+    assert 16 <= micro < share // 8 and 0 < peak <= USED * room
     images, _ = torch.randint(256, (2, share, 3, 224, 224), dtype=torch.uint8, device=device)
     tokens = model.tokenizer(["a " * 1000]).expand(share, -1).contiguous().to(device)
     batch = Batch(images=images, tokens=tokens, sample_ids=torch.arange(share), lengths=torch.full((share,), 77))
@@ -79,15 +79,15 @@ def test_the_probed_micro_batch_is_near_the_largest_that_fits(monkeypatch):
 def test_a_probed_run_equals_one_whose_micro_batch_is_given(monkeypatch, tmp_path):
     """Weights, loss state, batch-norm statistics and random numbers when it begins, and its losses, bit for bit."""
     flags = [*BASE.split(), "--logs", str(tmp_path)]
-    search, sizes = micro_batch_probe.largest_micro_batch, []
+    search, sizes = probe.largest_micro_batch, []
 
     def smaller(peak, **options):
-        sizes.append(search(peak, **options))  # whose passes must leave no trace
-        return 24
+        sizes.append(search(peak, **options).size)  # whose passes must leave no trace
+        return probe.MicroBatch(24, 0)
 
     by_hand = losses(tmp_path / "given", "--micro-batch 24")
     given = set_up(parse_command([*flags, "--micro-batch", "24"]).settings)
-    monkeypatch.setattr(micro_batch_probe, "largest_micro_batch", smaller)
+    monkeypatch.setattr(probe, "largest_micro_batch", smaller)
     probed = set_up(parse_command(flags).settings)
     assert sizes == [96] and probed.context.micro_batches == given.context.micro_batches == 4
     assert all(parameter.grad is None for parameter in probed.context.parameters)

@@ -140,6 +140,7 @@ CONTENT = {
     | {"broken": lambda value: isinstance(value, dict) and all(map(_is_count, value.values()))},
     "samples": lambda value: _is_count(value) and value > 0,
     "settings": {"model": lambda value: isinstance(value, str), "loss": lambda value: isinstance(value, str)},
+    "threads": lambda value: value is None or _is_count(value),
     "manifest": lambda value: value is None or isinstance(value, list),
     "architecture": {"model_cfg": {"vision_cfg": lambda value: isinstance(value, dict)}},
     "values": {

@@ -153,12 +153,15 @@ class ParallelConfig:
     """Shard weights, gradients and optimizer state (FSDP2). Default: every process holds all of them (DDP)."""
     use_bn_sync: bool = False
     """Batch normalisation over the samples of all processes (ResNets on GPUs). Default: of each process."""
+    threads: int | None = setting(None, resume="free")
+    """Compute threads of each process on a CPU. Default: OMP_NUM_THREADS, or the fastest of a few measured passes,
+    which the checkpoints store: a resumed run keeps it on the same number of processes."""
     dist_timeout: float = setting(600.0, resume="free")
     """Timeout in seconds after which the other processes end when one died or hangs."""
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "grad_checkpointing")
-        _at_least(self, 1, "micro_batch")
+        _at_least(self, 1, "micro_batch", "threads")
         if not 0 < self.dist_timeout < 1e6:
             raise ValueError(f"dist_timeout is {self.dist_timeout}; give seconds, at most a million")
 

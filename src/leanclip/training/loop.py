@@ -68,6 +68,8 @@ class _Trainer:
                 "architecture": job.model.open_clip_config(),
                 "samples": len(job.data.train.source),
                 "manifest": job.data.train.source.manifest(),
+                "processes": job.context.ranks.size,
+                "threads": job.threads,
             },
             group=job.group,
             keep_last=run.keep_last,

@@ -70,9 +70,9 @@ def _run(config: TrainConfig, processes: int) -> list[dict[str, Tensor]]:
 
 
 def _run_rank(config: TrainConfig, launch: Launch) -> bytes:
-    torch.set_num_threads(max(1, torch.get_num_threads() // launch.size))
-    device, parallel = device_for(launch, config.run.device), config.parallel
-    config = replace(config, run=replace(config.run, device=device))
+    device = device_for(launch, config.run.device)
+    parallel = replace(config.parallel, threads=max(1, torch.get_num_threads() // launch.size))
+    config = replace(config, run=replace(config.run, device=device), parallel=parallel)
     with process_group(launch, torch.device(device), timeout=parallel.dist_timeout, always=parallel.fsdp):
         return save(_two_steps(config))
 

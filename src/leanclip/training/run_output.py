@@ -163,6 +163,7 @@ def describe(job: Job, version: str) -> dict[str, object]:
         "left_out": dict(job.data.train.source.broken),
         "global_batch": config.data.global_batch_size,
         "processes": job.context.ranks.size,
+        "threads": job.threads,
         "micro_batches": job.context.micro_batches,
         "steps": job.steps,
         "epochs": config.run.epochs,

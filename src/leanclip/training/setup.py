@@ -1,7 +1,6 @@
 """From a configuration to a run that is ready to start, in four steps: resolve, build, distribute, restore."""
 
 import math
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,8 +28,8 @@ from leanclip.optim.weight_average import WeightEMA
 from leanclip.runs.config import TrainConfig
 from leanclip.training.cuda_graph import CudaGraphs
 from leanclip.training.kernel_warmup import MOST_SAMPLES, KernelWarmup, warmup_calls
-from leanclip.training.micro_batch_probe import probe_micro_batch
 from leanclip.training.model_setup import model_for_run, uses_compile, uses_cuda_graph
+from leanclip.training.probe import Threads, probe_micro_batch, set_threads
 from leanclip.training.resolve import ResolvedRun, resolve
 from leanclip.training.step_context import StepContext
 
@@ -56,6 +55,9 @@ class Job:
     ema: WeightEMA | None = None
     notes: tuple[str, ...] = ()  # for the user, before the first step
     compiled: bool = False  # so the first step takes longer
+    threads: int | None = None  # of each process on a CPU
+    seconds_per_step: float | None = None  # measured on a CPU whose threads were chosen, without optimizer and data
+    peak_bytes: int | None = None  # of a GPU's memory, where the micro-batch was measured
     zero_shot: tuple[tuple[LabelledSet, Prompts], ...] = ()  # classified at each evaluation
     seconds_per_step: float | None = None  # measured during set-up, where that was needed
     peak_bytes: int | None = None  # of memory, likewise
@@ -93,10 +95,6 @@ class BuiltRun:
 
 def build(run: ResolvedRun) -> BuiltRun:
     config, device, saved = run.config, run.device, run.saved
-    if device.type == "cpu" and config.data.workers:
-        # Loader workers and compute threads beyond the number of cores make every step wait for the scheduler.
-        cores = os.cpu_count() or 1
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), cores - config.data.workers)))
     torch.manual_seed(config.run.seed)
     weights = config.model if saved is None else replace(config.model, pretrained=str(saved.path))
     model = model_for_run(config, weights)
@@ -144,11 +142,15 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     notes = built.notes
     if warmup is not None and (problem := warmup.wait()) is not None:
         notes = (*notes, f"warning: {problem}")
-    context = replace(context, micro_batches=_micro_batches(context, model, config, device))
+    threads = _set_threads(context, built) if device.type == "cpu" else None
+    micro_batches, peak_bytes = _micro_batches(context, model, config, device)
+    context = replace(context, micro_batches=micro_batches)
     state = RunState(model=model, loss=loss, optimizer=context.optimizer, scale=context.scale, ema=ema, device=device)
     return Job(
         config=config, device=device, data=run.data, model=model, context=context, loader=loader, steps=run.steps,
-        state=state, group=gloo_group(ranks), resume_from=run.resume_from, ema=ema, notes=notes, compiled=compiled,
+        state=state, group=gloo_group(ranks), resume_from=run.resume_from, ema=ema, compiled=compiled,
+        notes=(*notes, *(threads.notes if threads else ())), threads=threads.number if threads else None,
+        seconds_per_step=threads.seconds_per_step if threads else None, peak_bytes=peak_bytes,
         position=Position(), zero_shot=run.zero_shot,
     )  # fmt: skip
 
@@ -245,13 +247,31 @@ def _make_loader(built: BuiltRun) -> TrainingLoader:
     )
 
 
-def _micro_batches(context: StepContext, model: TwoTower, config: TrainConfig, device: torch.device) -> int:
-    """As many on every rank, so that all take part in the same collectives."""
+def _set_threads(context: StepContext, built: BuiltRun) -> Threads:
+    """A resumed run keeps its own on the same number of processes: sums depend on it."""
+    run, config, saved = built.run, built.config, built.run.saved
+    same = saved is not None and saved.content.get("processes") == run.ranks.size
+    return set_threads(
+        context,
+        built.model,
+        share=run.ranks.largest_share(run.batch),
+        workers=config.data.workers,
+        flag=config.parallel.threads,
+        saved=saved.content.get("threads") if saved is not None and same else None,
+    )
+
+
+def _micro_batches(
+    context: StepContext, model: TwoTower, config: TrainConfig, device: torch.device
+) -> tuple[int, int | None]:
+    """As many on every rank, so that all take part in the same collectives; and the measured peak."""
     ranks, batch, parallel = context.ranks, context.global_batch, config.parallel
     share, smallest = ranks.largest_share(batch), batch // ranks.size
-    size = parallel.micro_batch or share
+    size, peak_bytes = parallel.micro_batch or share, None
     if parallel.micro_batch is None and device.type == "cuda":
-        size = probe_micro_batch(context, model, share=share, optimizer=config.optim.opt, fsdp=parallel.fsdp)
+        size, peak_bytes = probe_micro_batch(
+            context, model, share=share, optimizer=config.optim.opt, fsdp=parallel.fsdp
+        )
     if size < 1:
         raise UserError(
             f"not one sample fits beside the model on {device}; take a smaller model or batch (leanclip plan shows"
@@ -270,7 +290,7 @@ def _micro_batches(context: StepContext, model: TwoTower, config: TrainConfig, d
             "batch normalisation needs two samples in every micro-batch; raise --micro-batch or the batch",
             code="training.micro_batch_too_small",
         )
-    return count
+    return count, peak_bytes
 
 
 def _with_comparable_best(saved: SavedRun, config: TrainConfig) -> Position:
