@@ -12,11 +12,10 @@ from leanclip.evaluation.results import SetResult
 from leanclip.evaluation_run import (
     EvaluationConfig,
     evaluate_candidate,
-    find_candidate,
     joined_processes,
     open_sets,
 )
-from leanclip.inference import load
+from leanclip.inference import find_model, load
 from leanclip.models import TwoTower
 from leanclip.progress import make_console
 from leanclip.recipes import settings_below
@@ -92,7 +91,7 @@ def evaluate(
     """Evaluate a model, as `leanclip evaluate` does: retrieval, zero-shot classification, CLIP_benchmark.
 
     Args:
-        model: a run, a checkpoint directory, or an open_clip MODEL:TAG or MODEL:FILE.
+        model: a run, a checkpoint directory, an exported file, or an open_clip MODEL:TAG or MODEL:FILE.
         config: what to evaluate on, and how. By default a run is evaluated on its held-out data.
         quiet: show no progress.
         **settings: fields of `EvaluationConfig`, which override those of `config`: `val_data=("test.tar",)`,
@@ -112,7 +111,7 @@ def evaluate(
         config = replace(config or EvaluationConfig(), **settings)
     except ValueError as error:
         raise UserError(str(error), code="config.bad_value") from error
-    candidate = find_candidate(str(model.checkpoint if isinstance(model, TrainedRun) else model))
+    candidate = find_model(str(model.checkpoint if isinstance(model, TrainedRun) else model))
     with joined_processes(config) as config:
         return evaluate_candidate(config, candidate, open_sets(config, candidate), make_console(quiet=quiet))
 

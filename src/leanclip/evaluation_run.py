@@ -1,10 +1,9 @@
 """An evaluation from its configuration to its results, without a command line."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rich.console import Console
@@ -28,8 +27,8 @@ from leanclip.evaluation.clip_benchmark import SuiteSet, run_suite, suite_sets
 from leanclip.evaluation.held_out import open_held_out
 from leanclip.evaluation.labelled_sets import set_name, unused_name
 from leanclip.evaluation.results import SetResult
-from leanclip.inference import find_model, load_model
-from leanclip.models import ModelConfig, TwoTower, create_model, is_model_name
+from leanclip.inference import SavedModel
+from leanclip.models import TwoTower
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.settings import common
 
@@ -84,16 +83,6 @@ class EvaluationConfig:
         return bool(self.val_data or self.zero_shot or self.imagenet_val or self.imagenet_v2 or self.suite)
 
 
-class Candidate(NamedTuple):
-    """A model to evaluate, not loaded yet."""
-
-    label: str
-    load: Callable[[], TwoTower]
-    directory: Path | None  # of the checkpoint
-    model: str  # as open_clip takes it
-    pretrained: str
-
-
 class EvaluationSets(NamedTuple):
     retrieval: dict[str, Subset]
     zero_shot: list[tuple[LabelledSet, Prompts]]
@@ -110,22 +99,7 @@ def joined_processes(config: EvaluationConfig) -> Iterator[EvaluationConfig]:
         yield config
 
 
-def find_candidate(name: str) -> Candidate:
-    """A run, a checkpoint directory, or an open_clip model with its tag or weights file."""
-    model, colon, weights = name.partition(":")
-    if is_model_name(name) and not Path(name).exists():
-        message = f"no such run or checkpoint: {name}; for the model give {name}:TAG or {name}:FILE"
-        raise UserError(message, code="checkpoint.not_found")
-    if Path(name).exists() or not colon:
-        directory = find_model(Path(name))
-        local = f"local-dir:{directory.resolve()}"
-        return Candidate(str(directory), lambda: load_model(directory), directory, local, "")
-    config = ModelConfig(model=model, pretrained=weights)
-    full = str(Path(weights).resolve()) if Path(weights).exists() else weights
-    return Candidate(name, lambda: create_model(config), None, model, full)
-
-
-def open_sets(config: EvaluationConfig, candidate: Candidate) -> EvaluationSets:
+def open_sets(config: EvaluationConfig, candidate: SavedModel) -> EvaluationSets:
     """The sets that the configuration names, or those of the candidate's run."""
     run = None if candidate.directory is None else RunDirectory.containing(candidate.directory)
     if run is None and not config.names_data:
@@ -168,7 +142,7 @@ def open_sets(config: EvaluationConfig, candidate: Candidate) -> EvaluationSets:
 
 
 def evaluate_candidate(
-    config: EvaluationConfig, candidate: Candidate, sets: EvaluationSets, console: Console
+    config: EvaluationConfig, candidate: SavedModel, sets: EvaluationSets, console: Console
 ) -> list[SetResult]:
     device = device_of(config.device)
     settings = EvaluationSettings(

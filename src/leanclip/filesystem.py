@@ -66,7 +66,13 @@ def _umask() -> int:
 
 
 def replace_directory(temporary: Path, final: Path) -> None:
-    """Give a directory its final name; an older one is renamed first, since the system replaces empty ones only."""
+    """Give a directory its final name; an older one is renamed first, since the system replaces empty ones only.
+
+    Its files get the mode of others: some libraries write private ones.
+    """
+    for path in temporary.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(0o666 & ~_umask())
     aside = _aside(final)
     if final.exists():
         shutil.rmtree(aside, ignore_errors=True)

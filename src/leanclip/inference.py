@@ -1,18 +1,45 @@
-"""A trained model, ready to use."""
+"""Trained models: one lookup for `leanclip.load`, `evaluate` and `export`."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
+from leanclip.device import device_of
 from leanclip.errors import UserError
-from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, TwoTower, find_weights, load_model
+from leanclip.models import (
+    CONFIG_FILE,
+    HUB,
+    WEIGHTS_FILE,
+    ModelConfig,
+    TwoTower,
+    config_of_file,
+    create_model,
+    find_weights,
+    is_model_name,
+    load_model,
+    named_architecture,
+)
 
-__all__ = ["find_model", "load", "load_model"]
+
+class SavedModel(NamedTuple):
+    """A trained model, not loaded yet."""
+
+    label: str
+    load: Callable[[], TwoTower]
+    directory: Path | None  # of the checkpoint
+    model: str  # as open_clip takes it
+    pretrained: str
 
 
-def load(run_or_checkpoint: str | Path) -> tuple[TwoTower, Callable[..., Tensor], Callable[..., Tensor]]:
-    """The model of a run or checkpoint for inference, its image preprocessing and its tokenizer.
+def load(model: str | Path, *, device: str = "cpu") -> tuple[TwoTower, Callable[..., Tensor], Callable[..., Tensor]]:
+    """A trained model for inference, its image preprocessing and its tokenizer.
+
+    Args:
+        model: a run, a checkpoint directory, a file that `leanclip export` wrote, an open_clip MODEL:TAG or
+            MODEL:FILE, or a model of Hugging Face's hub (`hf-hub:ORG/NAME`): what `leanclip evaluate` takes.
+        device: cpu or cuda.
 
     ```python
     model, preprocess, tokenizer = leanclip.load("logs/demo")
@@ -21,11 +48,35 @@ def load(run_or_checkpoint: str | Path) -> tuple[TwoTower, Callable[..., Tensor]
     similarity = image @ captions.T
     ```
     """
-    model = load_model(find_model(Path(run_or_checkpoint))).eval()
-    return model, model.transform(), model.tokenizer
+    trained = find_model(str(model)).load().to(device_of(device)).eval()
+    return trained, trained.transform(), trained.tokenizer
 
 
-def find_model(path: Path) -> Path:
+def find_model(name: str) -> SavedModel:
+    """A run, a checkpoint directory, an exported file, or an open_clip model with its tag or weights file."""
+    path, (model, colon, weights) = Path(name), name.partition(":")
+    if name.startswith(HUB):
+        return SavedModel(name, lambda: create_model(ModelConfig(model=name, pretrained=name)), None, name, "")
+    if path.is_file():
+        config = config_of_file(path)
+        if config is None:
+            message = f"{path} holds weights only; give their architecture: MODEL:{path}"
+            raise UserError(message, code="checkpoint.no_architecture")
+        return SavedModel(name, lambda: load_model(path), None, named_architecture(config, ()), str(path.resolve()))
+    if path.exists() or not colon:
+        if is_model_name(name) and not path.exists():
+            message = f"no such run or checkpoint: {name}; for the model give {name}:TAG or {name}:FILE"
+            raise UserError(message, code="checkpoint.not_found")
+        directory = find_checkpoint(path)
+        return SavedModel(
+            str(directory), lambda: load_model(directory), directory, f"local-dir:{directory.resolve()}", ""
+        )
+    full = str(Path(weights).resolve()) if Path(weights).exists() else weights
+    config = ModelConfig(model=model, pretrained=weights)
+    return SavedModel(name, lambda: create_model(config), None, model, full)
+
+
+def find_checkpoint(path: Path) -> Path:
     """The directory with the weights of a run or checkpoint and their architecture."""
     if not path.exists():
         raise UserError(f"no such run or checkpoint: {path}", code="checkpoint.not_found")

@@ -5,8 +5,10 @@ import signal
 import threading
 
 import pytest
+import torch
 
 import leanclip
+from leanclip.data.datasets import BUNDLED
 from leanclip.runs import RunDirectory
 from refusal import refuses
 
@@ -75,3 +77,26 @@ def test_mistakes_are_user_errors(trained, settings):
         leanclip.evaluate(trained, batch_size=0)
     with refuses("checkpoint.not_found", "nowhere"):
         leanclip.evaluate("nowhere")
+
+
+def test_load_takes_what_evaluate_takes(trained, tmp_path, small_model):
+    from leanclip.cli import main
+
+    for name in ("mine.safetensors", "mine.pt"):
+        with pytest.raises(SystemExit):
+            main(["export", str(trained.directory), str(tmp_path / name)])
+    expected = trained.model.encode_text(trained.model.tokenizer(["a cat"]))
+    data = {"val_data": (str(BUNDLED / "val-000000.tar"),), "device": "cpu"}
+    (figures,) = leanclip.evaluate(trained, **data)
+    sources = [trained.checkpoint, tmp_path / "mine.safetensors", tmp_path / "mine.pt"]
+    for source in [*sources, f"{small_model}:{tmp_path / 'mine.pt'}"]:
+        model, preprocess, tokenizer = leanclip.load(source, device="cpu")
+        assert torch.allclose(model.encode_text(tokenizer(["a cat"])), expected, atol=1e-6) and preprocess
+        assert leanclip.evaluate(source, **data)[0].metrics == pytest.approx(figures.metrics, abs=1e-6)
+    (tmp_path / "mine.json").unlink()
+    leanclip.load(tmp_path / "mine.safetensors")  # its header holds the architecture
+    for run in (leanclip.load, leanclip.evaluate):
+        with refuses("checkpoint.no_architecture", f"MODEL:{tmp_path / 'mine.pt'}"):
+            run(tmp_path / "mine.pt")
+    with refuses("device.unknown"):
+        leanclip.load(trained.directory, device="tpu9")

@@ -56,6 +56,10 @@ def export(*arguments):
     assert stop.value.code == 0
 
 
+def modes(folder):
+    return {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+
+
 def refused(capsys, *arguments):
     """The code of the refusal."""
     return refusal_code(refusal(["export", *map(str, arguments)], capsys))
@@ -81,8 +85,12 @@ def embeddings(directory, texts):
 def test_transformers_computes_the_same_embeddings(quick_gelu, custom_text, tmp_path, no_network, capsys):
     directory = checkpoint(tmp_path / "ours", VIT | {"quick_gelu": quick_gelu, "custom_text": custom_text})
     out = tmp_path / "theirs"
+    (tmp_path / "mode").mkdir()
+    (tmp_path / "mode" / "any file").touch()
     export(directory, out, "--format", "transformers")
     assert "embeddings equal to 1e-05" in capsys.readouterr().out
+
+    assert modes(out) == modes(tmp_path / "mode")
 
     from transformers import AutoProcessor, AutoTokenizer, CLIPModel
 
@@ -118,11 +126,14 @@ def test_transformers_computes_the_same_embeddings(quick_gelu, custom_text, tmp_
 
 
 def test_open_clip_computes_the_same_embeddings(tmp_path, capsys):
+    (tmp_path / "mode").mkdir()
+    (tmp_path / "mode" / "any file").touch()
     script = "import sys, warnings, torch\nwarnings.simplefilter('ignore')\n"
     for name, config, suffix in (("vit", VIT, "safetensors"), ("resnet", RESNET, "pt")):
         directory = checkpoint(tmp_path / name, config)
         export(directory, tmp_path / "some" / f"{name}.{suffix}")
         shown = capsys.readouterr().out
+        assert modes(tmp_path / "some") == modes(tmp_path / "mode")
         _, pixels, image, text = embeddings(directory, ODD)
         torch.save({"pixels": pixels, "image": image, "text": text}, tmp_path / f"{name}.pt")
         script += f"""

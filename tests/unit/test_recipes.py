@@ -4,11 +4,13 @@ from dataclasses import asdict
 
 import pytest
 
+from leanclip.cli import main
 from leanclip.config import override
 from leanclip.losses import loss_from_config
 from leanclip.recipes import DIRECTORY, list_recipes, load_recipe
 from leanclip.runs import TrainConfig
 from leanclip.runs.defaults import PUBLISHED, fill
+from refusal import refusal_code
 
 NAMES = [name for name, _ in list_recipes() if name != "demo"]
 PUBLISHED_NAMES = [name for name in NAMES if "/" in name]
@@ -106,6 +108,18 @@ def test_recipes_and_the_rule_for_open_values_agree():
         assert set(shared) == {"lr", "lr_tau", "rho", "gamma_min"}
         assert shared.items() <= values.items()
         assert values["gamma_decay_epochs"] / values["epochs"] == pytest.approx(point.decay_share)
+
+
+def test_show_prints_a_recipe(capsys):
+    for name in ("finetune", "fastclip-v3/cc3m"):
+        with pytest.raises(SystemExit) as stop:
+            main(["train", "--recipe", "show", name])
+        assert stop.value.code == 0
+        assert capsys.readouterr().out == (DIRECTORY / f"{name}.toml").read_text()
+    for words in (["show", "finetunes"], ["show"]):
+        with pytest.raises(SystemExit) as stop:
+            main(["train", "--recipe", *words])
+        assert stop.value.code == 2 and refusal_code(capsys.readouterr().err) == "recipe.unknown"
 
 
 def test_a_hyper_parameter_of_another_loss_is_refused():

@@ -12,7 +12,7 @@ import torch
 from leanclip.data import DataConfig, open_datasets
 from leanclip.evaluation import EvaluationSettings, embed, retrieval_metrics
 from leanclip.evaluation.retrieval import ranks_of_right
-from leanclip.inference import find_model, load_model
+from leanclip.inference import find_model
 from leanclip.progress import ACTIVITY
 
 
@@ -59,7 +59,7 @@ def test_every_batch_and_tile_counts_as_activity(small_run):
     data = replace(data, ids=data.ids[:20])
     before = ACTIVITY.ticks
     settings = EvaluationSettings(device=torch.device("cpu"), batch=4)
-    embedded = embed(load_model(find_model(small_run)), data, settings)
+    embedded = embed(find_model(str(small_run)).load(), data, settings)
     assert ACTIVITY.ticks >= before + 5 + 5  # images and texts
     before = ACTIVITY.ticks
     ranks_of_right(embedded.images, embedded.texts, embedded.image_of_text, tile=5)

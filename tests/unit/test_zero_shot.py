@@ -24,14 +24,14 @@ from leanclip.evaluation import (
     prompts_for,
 )
 from leanclip.evaluation.zero_shot import predictions
-from leanclip.inference import find_model, load_model
+from leanclip.inference import find_model
 from leanclip.models import IMAGENET_CLASSNAMES
 from refusal import refuses
 
 
 @pytest.fixture(scope="module")
 def model(small_run):
-    return load_model(find_model(small_run))
+    return find_model(str(small_run)).load()
 
 
 def classified(model, labelled, templates=None, **options):

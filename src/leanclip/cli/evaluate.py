@@ -15,11 +15,11 @@ from leanclip.evaluation.results import SetResult, as_csv, as_json, retrieval_ro
 from leanclip.evaluation_run import (
     EvaluationConfig,
     evaluate_candidate,
-    find_candidate,
     joined_processes,
     open_sets,
 )
 from leanclip.filesystem import check_target, write_atomically, writing
+from leanclip.inference import find_model
 from leanclip.progress import make_console
 from leanclip.settings import common
 
@@ -39,7 +39,8 @@ WIDTH = 120  # of a table that is not printed on a terminal
 @dataclass(frozen=True, kw_only=True)
 class EvaluateCommand:
     checkpoint: str
-    """A run (its last checkpoint), a checkpoint directory, or an open_clip MODEL:TAG or MODEL:FILE."""
+    """A run (its last checkpoint), a checkpoint directory, an exported file, or an open_clip MODEL:TAG or
+    MODEL:FILE."""
     baseline: str | None = common(None)
     """A model to compare with, given like CHECKPOINT: the table shows differences in percentage points."""
     per_class: bool = common(False)
@@ -53,8 +54,8 @@ class EvaluateCommand:
 
 def run(arguments: list[str]) -> None:
     command = parse(EvaluateCommand, arguments, command="evaluate", description=DESCRIPTION)
-    candidate = find_candidate(command.checkpoint)
-    baseline = None if command.baseline is None else find_candidate(command.baseline)
+    candidate = find_model(command.checkpoint)
+    baseline = None if command.baseline is None else find_model(command.baseline)
     for path in (command.json, command.csv):
         if path is not None:
             with writing(Path(path), code="evaluation.not_writable"):

@@ -9,8 +9,8 @@ from leanclip import __version__
 from leanclip.cli.parse import parse
 from leanclip.errors import UserError
 from leanclip.filesystem import writing
-from leanclip.inference import find_model, load_model
-from leanclip.models import ModelConfig, TwoTower, create_model
+from leanclip.inference import find_checkpoint
+from leanclip.models import ModelConfig, TwoTower, create_model, load_model
 from leanclip.models.export import TOLERANCE, export_open_clip, export_transformers
 from leanclip.progress import make_console
 from leanclip.runs import RunDirectory
@@ -72,7 +72,7 @@ def _find_weights(source: Path, model: str | None) -> Path:
     if not source.exists():
         raise UserError(f"no such run, checkpoint or weights file: {source}", code="checkpoint.not_found")
     if source.is_file() == (model is not None):
-        return source if source.is_file() else find_model(source)
+        return source if source.is_file() else find_checkpoint(source)
     if source.is_file():
         raise UserError(
             f"{source} holds weights only; give their architecture with --model", code="export.missing_model"

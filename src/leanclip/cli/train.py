@@ -9,7 +9,7 @@ from leanclip.cli.parse import parse
 from leanclip.distributed import detect_launch
 from leanclip.planning.profile import profile
 from leanclip.planning.profile import summary as profile_summary
-from leanclip.recipes import list_recipes, settings_below
+from leanclip.recipes import list_recipes, recipe_path, settings_below
 from leanclip.runs import TrainConfig
 from leanclip.runs.stopping import exit_code
 from leanclip.settings import common
@@ -33,7 +33,7 @@ it ends the run; the same command with --name NAME --resume auto continues it. O
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand:
     recipe: str | None = common(None)
-    """Start from a recipe; `--recipe list` lists them."""
+    """Start from a recipe; `--recipe list` lists them, `--recipe show NAME` prints one."""
     config: str | None = common(None)
     """Start from a TOML file, such as a run's config.toml. It overrides the recipe."""
     dry_run: bool = common(False)
@@ -45,6 +45,10 @@ class TrainCommand:
 
 def run(arguments: list[str]) -> None:
     began = time.monotonic()
+    if "show" in arguments and arguments[arguments.index("show") - 1] == "--recipe":
+        name = "".join(arguments[arguments.index("show") + 1 :][:1])
+        print(recipe_path(name).read_text(encoding="utf-8"), end="")
+        return
     arguments, notes = from_openclip(arguments)
     command = parse_command(arguments)
     for note in notes if detect_launch().rank == 0 else ():

@@ -1,6 +1,6 @@
 """Models: open_clip's, behind a two-tower interface. Their public names."""
 
-from leanclip.models.build import check_vocabulary, create_model, load_model
+from leanclip.models.build import check_vocabulary, config_of_file, create_model, load_model
 from leanclip.models.config import ModelConfig
 from leanclip.models.open_clip_api import (
     HUB,
@@ -27,6 +27,7 @@ __all__ = [
     "TokenCounter",
     "TwoTower",
     "check_vocabulary",
+    "config_of_file",
     "create_model",
     "create_tokenizer",
     "find_weights",

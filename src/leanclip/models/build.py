@@ -8,7 +8,7 @@ import torch
 
 from leanclip.errors import UserError
 from leanclip.models.config import ModelConfig
-from leanclip.models.open_clip_api import model_config_of, open_clip, registered
+from leanclip.models.open_clip_api import exported_config, model_config_of, open_clip, registered
 from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE
 from leanclip.models.tokenizer import with_cache
 from leanclip.models.towers.sizes import check_preprocessing, check_sizes
@@ -74,13 +74,24 @@ def check_vocabulary(model: TwoTower) -> None:
         )
 
 
-def load_model(directory: Path) -> TwoTower:
-    path = directory / CONFIG_FILE
+def load_model(saved: Path) -> TwoTower:
+    """The model of a checkpoint directory, or of an exported file, whose header or .json holds its architecture."""
+    path = config_of_file(saved) if saved.is_file() else saved / CONFIG_FILE
+    assert path is not None
     _, config = model_config_of(str(path))
-    model = build_model(str(directory), config, directory / WEIGHTS_FILE, saved_preprocessing(path))
+    weights = saved if saved.is_file() else saved / WEIGHTS_FILE
+    model = build_model(str(saved), config, weights, saved_preprocessing(path))
     check_vocabulary(model)
-    model.weights = dict.fromkeys(model.weights, str(directory))
+    model.weights = dict.fromkeys(model.weights, str(saved))
     return model
+
+
+def config_of_file(weights: Path) -> Path | None:
+    """The file that holds the architecture of a weights file: itself, or one that was written beside it."""
+    if weights.suffix == ".safetensors" and exported_config(weights) is not None:
+        return weights
+    beside = (weights.parent / CONFIG_FILE) if weights.name == WEIGHTS_FILE else weights.with_suffix(".json")
+    return beside if beside.is_file() else None
 
 
 def build_model(

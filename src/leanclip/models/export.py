@@ -14,7 +14,7 @@ from leanclip.errors import UserError, first_line
 from leanclip.filesystem import atomic_path, put_back, remove, replace_directory, write_atomically
 from leanclip.models import transformers_clip
 from leanclip.models.build import build_model
-from leanclip.models.open_clip_api import PreprocessCfg, architecture_name
+from leanclip.models.open_clip_api import HEADER_KEY, PreprocessCfg, architecture_name
 from leanclip.models.two_tower import TwoTower
 
 TOLERANCE = 1e-5  # of every entry of a unit vector
@@ -46,7 +46,7 @@ def export_open_clip(model: TwoTower, out: Path, *, overwrite: bool = False) -> 
     weights = {name: value.detach().cpu().contiguous() for name, value in model.clip.state_dict().items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(out, suffix=out.suffix) as temporary:
-        _save(weights, temporary)
+        _save(weights, temporary, json.dumps(model.open_clip_config()))
         again = build_model(out.name, model.config, temporary, model.open_clip_config()["preprocess_cfg"]).eval()
         difference = _difference(
             model, again.encode_image, lambda texts: again.encode_text(again.tokenizer(texts)), str(out)
@@ -126,9 +126,9 @@ def _holds(path: Path, config: dict[str, Any]) -> bool:
         return False
 
 
-def _save(weights: dict[str, Tensor], path: Path) -> None:
+def _save(weights: dict[str, Tensor], path: Path, config: str) -> None:
     if path.suffix == ".safetensors":
-        save_file(weights, path, metadata={"format": "pt"})
+        save_file(weights, path, metadata={"format": "pt", HEADER_KEY: config})
         return
     try:
         torch.save({"state_dict": weights}, path)

@@ -15,9 +15,10 @@ from open_clip.tokenizer import SimpleTokenizer, get_clean_fn
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from open_clip.transformer import CustomResidualAttentionBlock, ResidualAttentionBlock, VisionTransformer
 from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
+from safetensors import SafetensorError, safe_open
 
 from leanclip.errors import UserError, first_line
-from leanclip.filesystem import read_json
+from leanclip.filesystem import parse_json, read_json
 from leanclip.models.saved import CONFIG_FILE
 from leanclip.models.towers.sizes import check_sizes
 from leanclip.models.transformers_clip import never_run_code
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 HUB = "hf-hub:"
+HEADER_KEY = "open_clip_config"  # in the header of exported weights
 TEMPLATES = {  # with {} for the name of the class
     "openai": tuple(template("{}") for template in OPENAI_IMAGENET_TEMPLATES),
     "simple": tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES),
@@ -45,10 +47,10 @@ open_clip.add_model_config(Path(__file__).parent / "configs")
 
 
 def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
-    """The name and the open_clip config of a model: of a name, of the path of a config file, or on the hub."""
+    """The name and the open_clip config of a model: of a name, of the path of a file that holds it, or on the hub."""
     if model.startswith(HUB):
         return model, _read_config(hub_file(model, CONFIG_FILE))
-    if model.endswith(".json"):
+    if model.endswith((".json", ".safetensors")):
         return Path(model).stem, _read_config(Path(model))
     config = open_clip.get_model_config(model)
     if config is None:
@@ -86,11 +88,21 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a model's config file."""
-    content = read_json(path)
+    """The object in a model's config file, or in the header of exported weights."""
+    content = exported_config(path) if path.suffix == ".safetensors" else read_json(path)
     if not isinstance(content, dict):
         raise bad_config(path, "it is not an object")
     return content
+
+
+def exported_config(path: Path) -> Any:
+    """What `leanclip export` writes into the header of a file; None in the weights of others."""
+    try:
+        with safe_open(path, "pt") as file:
+            header = (file.metadata() or {}).get(HEADER_KEY)
+        return None if header is None else parse_json(header)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"cannot read {path} ({first_line(error)})", code="weights.damaged") from error
 
 
 def bad_config(path: Path, reason: str) -> UserError:

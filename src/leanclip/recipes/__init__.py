@@ -13,13 +13,17 @@ DIRECTORY = Path(__file__).parent
 
 
 def load_recipe(name: str) -> dict[str, Any]:
+    return load_toml(recipe_path(name))
+
+
+def recipe_path(name: str) -> Path:
     names = [known for known, _ in list_recipes()]
     if name not in names:
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names
         raise UserError(
             f"unknown recipe {name!r}; nearest: {', '.join(near)} (--recipe list lists all)", code="recipe.unknown"
         )
-    return load_toml(DIRECTORY / f"{name}.toml")
+    return DIRECTORY / f"{name}.toml"
 
 
 def list_recipes() -> list[tuple[str, str]]:
