@@ -11,8 +11,8 @@ import leanclip
 
 README = Path(__file__).parents[2] / "README.md"
 SAMPLES, BATCH = 16, 8
-VISION = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16}
-TEXT = {"context_length": 8, "vocab_size": 64, "width": 32, "heads": 2, "layers": 1}
+VISION = open_clip.CLIPVisionCfg(image_size=32, layers=1, width=32, head_width=16, patch_size=16)
+TEXT = open_clip.CLIPTextCfg(context_length=8, vocab_size=64, width=32, heads=2, layers=1)
 
 
 def train(ranks, _):
