@@ -54,6 +54,17 @@ def writing(path: Path, *, code: str, remedy: str = "write elsewhere") -> Iterat
         raise UserError(f"cannot write {path} ({reason}); {remedy}", code=code) from error
 
 
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Inside, what the disk refuses, such as a name that is too long, is a UserError that names the data."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot read {name[:200]} ({error.strerror or first_line(error)})", code="data.unreadable"
+        ) from error
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     with atomic_path(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)

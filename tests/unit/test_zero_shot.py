@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image
 from shard_files import picture, write_shard
 
 import leanclip
+from leanclip.data import DataConfig
 from leanclip.evaluation import (
     Classified,
     EvaluationSettings,
@@ -23,6 +25,9 @@ from leanclip.evaluation import (
     open_labelled,
     prompts_for,
 )
+from leanclip.evaluation.clip_benchmark import suite_sets
+from leanclip.evaluation.held_out import open_held_out
+from leanclip.evaluation.prompts import load_templates
 from leanclip.evaluation.zero_shot import predictions
 from leanclip.inference import find_model
 from leanclip.models import IMAGENET_CLASSNAMES
@@ -192,6 +197,57 @@ def test_refused_shards(files, names, code, tmp_path):
         (tmp_path / "classnames.txt").write_text(names)
     with refuses(code, str(shard)):
         open_labelled(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "empty"), (b"\n \n", "empty"), (b"\xff\xfe\0", "UTF-8"), (b"x" * 5000 + b"\nb {}", "2,000 characters")],
+)
+def test_damaged_lists_of_names_templates_and_types(content, reason, tmp_path):
+    (tmp_path / "test").mkdir()
+    write_shard(tmp_path / "test" / "0.tar", {"a.png": picture(1, kind="PNG"), "a.cls": b"0"})
+    names, templates = tmp_path / "classnames.txt", tmp_path / "zeroshot_classification_templates.txt"
+    for path in (names, templates, tmp_path / "dataset_type.txt", tmp_path / "test" / "nshards.txt"):
+        path.write_bytes(content)
+        with refuses("data.bad_text", str(path), reason):
+            if path in (names, templates):
+                open_labelled(str(tmp_path))
+            elif path.name == "dataset_type.txt":
+                open_held_out(str(tmp_path), DataConfig())
+            else:
+                suite_sets([str(tmp_path)])
+        path.write_text("retrieval {}" if path != names else "one\u2028half {}\ntwo\n")
+        with refuses("data.bad_text", "mine.txt", reason):
+            (tmp_path / "mine.txt").write_bytes(content)
+            load_templates(str(tmp_path / "mine.txt"))
+    with refuses("suite.no_data", "nshards.txt holds no number"):
+        suite_sets([str(tmp_path)])
+    assert open_labelled(str(tmp_path)).classnames == ("one\u2028half {}", "two"), "only a line end ends a line"
+
+
+def test_class_of_too_many_digits(tmp_path):
+    write_shard(tmp_path / "set.tar", {"a.png": picture(1, kind="PNG"), "a.cls": b"9" * 5000})
+    (tmp_path / "classnames.txt").write_text("one\ntwo\n")
+    with refuses("zero_shot.bad_class", "class 999999999999999999,"):
+        open_labelled(str(tmp_path))
+
+
+def test_folder_names_that_are_no_text(tmp_path):
+    for name in (b"cat", b"d\xffog"):
+        folder = tmp_path / os.fsdecode(name)
+        folder.mkdir()
+        (folder / "0.png").write_bytes(picture(1, kind="PNG"))
+    assert open_labelled(str(tmp_path)).classnames == ("cat", "d?og")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [open_labelled, open_imagenet, load_templates, lambda name: open_held_out(name, DataConfig()),
+     lambda name: suite_sets([name])],
+)  # fmt: skip
+def test_names_that_are_too_long(read):
+    with refuses("data.unreadable", "File name too long"):
+        read("x" * 300)
 
 
 def test_refused_paths(tmp_path):

@@ -17,7 +17,9 @@ import torch
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.evaluation.held_out import TYPE_FILE
+from leanclip.evaluation.labelled_sets import read_lines
 from leanclip.evaluation.results import SetResult
+from leanclip.filesystem import reading
 from leanclip.progress import ACTIVITY
 
 TASKS = {"retrieval": "zeroshot_retrieval", "classification": "zeroshot_classification"}
@@ -50,7 +52,8 @@ def suite_sets(names: Sequence[str]) -> list[SuiteSet]:
     sets: list[SuiteSet] = []
     for text in names:
         path, (name, equals, root) = Path(text), text.partition("=")
-        directories = [entry for entry in (path, *sorted(path.glob("*"))) if _is_web_dataset(entry)]
+        with reading(text):
+            directories = [entry for entry in (path, *sorted(path.glob("*"))) if _is_web_dataset(entry)]
         if directories:
             sets += map(_web_dataset, directories)
         elif equals and name and root:
@@ -171,7 +174,9 @@ def _is_web_dataset(path: Path) -> bool:
 
 
 def _web_dataset(path: Path) -> SuiteSet:
-    kind = (path / TYPE_FILE).read_text().strip().lower() if (path / TYPE_FILE).is_file() else "classification"
+    kind = read_lines(str(path / TYPE_FILE))[0].lower() if (path / TYPE_FILE).is_file() else "classification"
     task = TASKS.get(kind, TASKS["classification"])  # multilabel is a classification too
-    shards = int((path / "test" / "nshards.txt").read_text())
-    return SuiteSet(path.name, f"wds/{path.name}", str(path.resolve()), task, shards)
+    shards = read_lines(str(path / "test" / "nshards.txt"))[0]
+    if not shards.isdecimal() or len(shards) > 9:
+        raise UserError(f"{path}/test/nshards.txt holds no number: {shards[:40]!r}", code="suite.no_data")
+    return SuiteSet(path.name, f"wds/{path.name}", str(path.resolve()), task, int(shards))

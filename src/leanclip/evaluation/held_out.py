@@ -6,6 +6,8 @@ import numpy as np
 
 from leanclip.data import DataConfig, Shards, Subset, open_source
 from leanclip.errors import UserError
+from leanclip.evaluation.labelled_sets import read_lines
+from leanclip.filesystem import reading
 
 TYPE_FILE = "dataset_type.txt"  # CLIP_benchmark's
 
@@ -20,14 +22,16 @@ class LineCaptions(Shards):
 
 def open_held_out(name: str, config: DataConfig) -> Subset:
     """The data that `--val-data` names: as for training, or a directory in CLIP_benchmark's layout."""
-    path = Path(name)
-    if (path / TYPE_FILE).is_file():
-        kind = (path / TYPE_FILE).read_text().strip().lower()
-        if kind != "retrieval":
-            raise UserError(
-                f"{path} is a set of type {kind!r} without captions; give it to --zero-shot", code="data.no_captions"
-            )
-        source = LineCaptions(str(path / "test"))
-    else:
-        source = open_source(name, config)
+    with reading(name):
+        path = Path(name)
+        if (path / TYPE_FILE).is_file():
+            kind = read_lines(str(path / TYPE_FILE))[0].lower()
+            if kind != "retrieval":
+                raise UserError(
+                    f"{path} is a set of type {kind[:40]!r} without captions; give it to --zero-shot",
+                    code="data.no_captions",
+                )
+            source = LineCaptions(str(path / "test"))
+        else:
+            source = open_source(name, config)
     return Subset(source, np.arange(len(source)))

@@ -1,5 +1,6 @@
 """Images with classes: WebDataset shards with .cls files, one folder per class, ImageNet, the bundled emoji."""
 
+import io
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +16,7 @@ from leanclip.data.datasets import BUNDLED
 from leanclip.data.files import FileStat, OpenFiles, expand, is_remote, stat_all
 from leanclip.data.tar import IMAGE_ENDINGS, files_in, open_tar
 from leanclip.errors import UserError
+from leanclip.filesystem import reading
 from leanclip.models import IMAGENET_CLASSNAMES
 from leanclip.packing.folder import IMAGE_SUFFIXES
 from leanclip.progress import ACTIVITY
@@ -22,6 +24,7 @@ from leanclip.progress import ACTIVITY
 CLASSNAMES_FILE = "classnames.txt"
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
 BUNDLED_NAME = "emoji"
+MAX_TEXT_BYTES, MAX_LINE = 16 << 20, 2000  # of a list of names or templates; a tokenizer takes long for a long line
 DESCRIPTIONS = 32  # captions that describe a group of emoji
 BUNDLED_NOTE = (
     f"Emoji groups, each described by {DESCRIPTIONS} of its members' names: unseen renders of known concepts."
@@ -79,35 +82,37 @@ def set_name(path: str) -> str:
 
 def open_labelled(name: str) -> LabelledSet:
     """The set that `--zero-shot` names: shards, a directory in CLIP_benchmark's layout, class folders, or `emoji`."""
-    path = Path(name)
-    if name == BUNDLED_NAME and not path.exists():
-        return bundled_groups()
-    if path.is_dir() and not any(path.glob("*.tar")):
-        if not any(path.glob("test/*.tar")):
-            return _open_folder(path, set_name(name))
-        return _open_shards(str(path / "test"), set_name(name), ())
-    return _open_shards(name, set_name(name), ())
+    with reading(name):
+        path = Path(name)
+        if name == BUNDLED_NAME and not path.exists():
+            return bundled_groups()
+        if path.is_dir() and not any(path.glob("*.tar")):
+            if not any(path.glob("test/*.tar")):
+                return _open_folder(path, set_name(name))
+            return _open_shards(str(path / "test"), set_name(name), ())
+        return _open_shards(name, set_name(name), ())
 
 
 def open_imagenet(directory: str, *, name: str = "imagenet") -> LabelledSet:
     """ImageNet's validation images: 1,000 folders named by WordNet id or by number, or shards with .cls files."""
-    path, names = Path(directory), IMAGENET_CLASSNAMES  # in the order of the WordNet ids
-    if not path.is_dir() or any(path.glob("*.tar")):
-        return _open_shards(directory, name, names)
-    folders = _class_folders(path)
-    if len(folders) != len(names) and (path / "val").is_dir():
-        path, folders = path / "val", _class_folders(path / "val")
-    if all(folder.name.isdigit() for folder in folders):
-        folders.sort(key=lambda folder: int(folder.name))
-    known = all(re.fullmatch(r"n\d{8}|\d+", folder.name) for folder in folders)
-    if not known or len(folders) != len(names):
-        raise UserError(
-            f"{path} has {len(folders)} folders{'' if known else ' that are not WordNet ids'}; ImageNet's layout is"
-            f" {len(names):,} of them, n01440764 to n15075141 (for other classes: --zero-shot, with a"
-            f" {CLASSNAMES_FILE})",
-            code="zero_shot.bad_layout",
-        )
-    return _of_folders(path, folders, name, names)
+    with reading(directory):
+        path, names = Path(directory), IMAGENET_CLASSNAMES  # in the order of the WordNet ids
+        if not path.is_dir() or any(path.glob("*.tar")):
+            return _open_shards(directory, name, names)
+        folders = _class_folders(path)
+        if len(folders) != len(names) and (path / "val").is_dir():
+            path, folders = path / "val", _class_folders(path / "val")
+        if all(folder.name.isdigit() for folder in folders):
+            folders.sort(key=lambda folder: int(folder.name))
+        known = all(re.fullmatch(r"n\d{8}|\d+", folder.name) for folder in folders)
+        if not known or len(folders) != len(names):
+            raise UserError(
+                f"{path} has {len(folders)} folders{'' if known else ' that are not WordNet ids'}; ImageNet's layout"
+                f" is {len(names):,} of them, n01440764 to n15075141 (for other classes: --zero-shot, with a"
+                f" {CLASSNAMES_FILE})",
+                code="zero_shot.bad_layout",
+            )
+        return _of_folders(path, folders, name, names)
 
 
 def bundled_groups() -> LabelledSet:
@@ -132,13 +137,18 @@ def _spread(texts: list[str]) -> tuple[str, ...]:
 
 
 def read_lines(path: str) -> list[str]:
-    """The lines of a text file, local or by URL, without empty ones."""
+    """The lines of a text file, local or by URL, without empty ones; at least one."""
     file = stat_all([path], path)[0]
     try:
+        if file.size > MAX_TEXT_BYTES:
+            raise ValueError(f"more than {MAX_TEXT_BYTES:,} bytes")
         text = OpenFiles().read(file, 0, file.size).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path} as text in UTF-8 ({error})", code="data.bad_text") from error
-    return [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in io.StringIO(text, newline=None) if line.strip()]
+        if not lines or max(map(len, lines)) > MAX_LINE:
+            raise ValueError(f"a line of more than {MAX_LINE:,} characters" if lines else "it is empty")
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path} as lines of text in UTF-8 ({error})", code="data.bad_text") from error
+    return lines
 
 
 class _Image(NamedTuple):
@@ -203,10 +213,13 @@ def _of_shards(
             texts = {key: labels_by_key[key] for key in shard_images if key in labels_by_key}
         samples += len(set(shard_images) | set(texts))
         for key in [key for key in shard_images if texts.get(key)]:
-            number = int(texts[key]) if texts[key].isdecimal() else numbers.get(texts[key], -1)
+            text = texts[key]
+            number = numbers.get(text, -1)
+            if text.isdecimal():
+                number = int(text) if len(text) < 10 else len(classnames)
             if number >= len(classnames):
                 raise UserError(
-                    f"{key}.cls of {file.path} holds class {number}, and {CLASSNAMES_FILE} has {len(classnames)}"
+                    f"{key}.cls of {file.path} holds class {text[:18]}, and {CLASSNAMES_FILE} has {len(classnames)}"
                     " lines, numbered from 0: is it the right one?",
                     code="zero_shot.bad_class",
                 )
@@ -260,7 +273,7 @@ def _open_folder(path: Path, name: str) -> LabelledSet:
             f" or tar shards with .cls files and a {CLASSNAMES_FILE}",
             code="zero_shot.bad_layout",
         )
-    names = [folder.name.replace("_", " ") for folder in folders]
+    names = [folder.name.encode(errors="replace").decode().replace("_", " ") for folder in folders]
     if (path / CLASSNAMES_FILE).is_file():
         names = read_lines(str(path / CLASSNAMES_FILE))
         if len(names) != len(folders):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from leanclip.errors import UserError
 from leanclip.evaluation.labelled_sets import LabelledSet, read_lines
+from leanclip.filesystem import reading
 from leanclip.models import TEMPLATES
 
 Prompts = tuple[tuple[str, ...], ...]  # the texts of each class
@@ -32,19 +33,16 @@ def prompts_for(labelled: LabelledSet, templates: str | None = None) -> Prompts:
 def load_templates(name: str) -> tuple[str, ...]:
     if name in TEMPLATES:
         return TEMPLATES[name]
-    if not Path(name).is_file():
-        raise UserError(
-            f"--templates {name}: no such file, and none of the sets {', '.join(TEMPLATES)}",
-            code="templates.not_found",
-        )
+    with reading(name):
+        if not Path(name).is_file():
+            raise UserError(
+                f"--templates {name}: no such file, and none of the sets {', '.join(TEMPLATES)}",
+                code="templates.not_found",
+            )
     return _checked(read_lines(name), name)
 
 
 def _checked(lines: Sequence[str], origin: str) -> tuple[str, ...]:
-    if not lines:
-        raise UserError(
-            f"{origin}: no templates; write one per line, such as 'a photo of a {{}}.'", code="templates.bad_line"
-        )
     for number, line in enumerate(lines, 1):
         if "{}" not in line and "{c}" not in line:
             raise UserError(
