@@ -1,4 +1,4 @@
-"""A dry run, a report and an export on a disk that is full or read-only end in one line."""
+"""A dry run, a report, an evaluation and an export on a disk that is full or read-only end in one line."""
 
 import os
 import shutil
@@ -14,12 +14,13 @@ RUN = ["train", "--recipe", "demo", "--batch-size", "4", "--max-steps", "1", "--
 RUN += ["--workers", "0"]
 COMMANDS = {
     "report": (["report", "RUN", "--output", "/mnt/disk/report.html"], "report.not_writable"),
+    "evaluate": (["evaluate", "RUN", "--device", "cpu", "--json", "/mnt/disk/x.json"], "evaluation.not_writable"),
     "safetensors": (["export", "RUN", "/mnt/disk/x.safetensors"], "export.cannot_write"),
     "pt": (["export", "RUN", "/mnt/disk/x.pt"], "export.cannot_write"),
     "dry run": ([*RUN, "--dry-run", "--logs", "/mnt/disk"], "run.not_writable"),
     "train": ([*RUN, "--logs", "/mnt/disk/logs"], "run.not_writable"),
 }
-READ_ONLY = ["report", "safetensors", "dry run", "train"]
+READ_ONLY = ["report", "evaluate", "safetensors", "dry run", "train"]
 
 
 def in_namespace(folder, kind):
@@ -41,9 +42,11 @@ def in_namespace(folder, kind):
     if kind == "readonly":
         subprocess.run(["mount", "-o", "remount,ro", "/mnt/disk"], check=True)
     else:
-        Path("/mnt/disk/full").write_bytes(bytes(60_000))
+        Path("/mnt/disk/full").write_bytes(bytes(65_536))
     names = READ_ONLY if kind == "readonly" else [name for name in COMMANDS if name != "train"]
-    return [(name, *run(COMMANDS[name][0])) for name in names]
+    results = [(name, *run(COMMANDS[name][0])) for name in names]
+    assert {path.name for path in Path("/mnt/disk").iterdir()} <= {"full"}, "temporary files are left"
+    return results
 
 
 @pytest.mark.parametrize("kind", ["full", "readonly"])
@@ -60,7 +63,7 @@ def test_a_disk_that_cannot_be_written(kind, tmp_path):
     done = subprocess.run([*namespace, "sh", "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     results = eval(done.stdout.strip().splitlines()[-1])
-    assert len(results) == 4
+    assert len(results) == 5
     for name, exit_code, error in results:
         assert (exit_code, refusal_code(error), error.count("\n")) == (2, COMMANDS[name][1], 1), (name, error)
         assert ("No space" if kind == "full" else "Read-only") in error or name == "pt"
