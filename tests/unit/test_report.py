@@ -251,7 +251,7 @@ def test_running_run_names_missing_parts(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("status", "icon"),
-    [("running", "▶"), ("finished", "✓"), ("stopped", "⏸"), ("failed", "✕"), ("strange", "?")],
+    [("running", "▶"), ("finished", "✓"), ("stopped", "■"), ("failed", "✕"), ("strange", "?")],
 )
 def test_badge_of_every_status_that_a_run_writes(tmp_path: Path, status: str, icon: str):
     html = page(write_run(tmp_path, [train_row(10)], status=status))
