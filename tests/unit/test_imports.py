@@ -21,7 +21,7 @@ TIERS = (
     ("inference",),
     ("checkpointing",),
     ("runs",),
-    ("evaluation",),
+    ("evaluation", "features"),
     ("packing",),
     ("losses", "optim", "data", "models"),
     ("distributed", "ops"),

@@ -41,6 +41,9 @@ class DataConfig:
     """Samples per step over all processes. A resumed run must keep it. Default: 128."""
     workers: int = setting(2, common=True, resume="free")
     """Processes that decode and augment images. 0 does it in the training process."""
+    cache_locked: int | None = setting(None, resume="fixed")
+    """Run locked towers once, on this many augmented views of each image and on all captions, and keep their features
+    on disk (LEANCLIP_CACHE): epochs then read features instead of pixels. Default: run them in every step."""
     train_num_samples: int | None = setting(None, resume="free")
     """Accepted for OpenCLIP's command lines and ignored: leanclip counts the samples."""
     data_size: int | None = setting(None, resume="free")
@@ -67,6 +70,8 @@ class DataConfig:
                 not all(math.isfinite(factor) and factor > 0 for factor in factors)
             ),
             f"workers is {self.workers}; it must be 0 or more": self.workers < 0,
+            f"cache_locked is {self.cache_locked}; give at least 1 view": self.cache_locked is not None
+            and self.cache_locked < 1,
         }
         for message, applies in problems.items():
             if applies:

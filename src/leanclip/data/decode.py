@@ -12,7 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +45,21 @@ class Preprocess(Protocol):
     interpolation: str
     resize_mode: str
     fill_color: int
+
+
+class FeatureRows(Protocol):
+    """A table of features by sample id. A sample that could not be read raises BrokenSample."""
+
+    def view(self, index: int, number: int) -> np.ndarray: ...
+
+    def draw(self, index: int, rng: random.Random) -> np.ndarray: ...
+
+
+class Features(NamedTuple):
+    """Of locked towers, read in the place of pixels or of captions."""
+
+    images: FeatureRows | None = None
+    texts: FeatureRows | None = None
 
 
 class Box(NamedTuple):
@@ -183,13 +198,29 @@ def decode_image(source: Source, index: int) -> Image.Image:
         return _to_rgb(open_image(content))
 
 
-def training_sample(source: Source, index: int, transform: Transform, *, seed: int) -> tuple[Tensor, str]:
-    """The augmented image and one caption: a pure function of the index and the seed."""
-    rng = random.Random(seed)
-    caption = source.caption(index, rng)
+def training_sample(
+    source: Source, index: int, transform: Transform, *, seed: int, visit: int = 0, features: Features | None = None
+) -> tuple[Tensor, Any]:
+    """The augmented image and one caption: a pure function of the index and the seed.
+
+    The features of a locked tower take the place of either: those of the visit's view, and of the same caption.
+    """
+    rng, (images, texts) = random.Random(seed), features or Features()
+    caption = source.caption(index, rng) if texts is None else torch.from_numpy(texts.draw(index, rng).copy())
+    if images is not None:
+        return torch.from_numpy(images.view(index, visit).copy()), caption
     content = source.image_bytes(index)
     with naming(source, index):
         return transform(content, rng), caption
+
+
+def view_of_sample(source: Source, index: int, transform: Transform, *, seed: int) -> Tensor:
+    """The image that `training_sample` returns for this seed."""
+    rng = random.Random(seed)
+    rng.random()  # the draw of the caption
+    content = source.image_bytes(index)
+    with naming(source, index):
+        return transform(content, rng)
 
 
 @contextlib.contextmanager

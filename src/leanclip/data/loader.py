@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from leanclip.data.batch import Batch
-from leanclip.data.decode import Transform, naming, training_sample
+from leanclip.data.decode import Features, Transform, naming, training_sample, view_of_sample
 from leanclip.data.order import Order, Shuffle, Visits, WeightedVisits, sample_seed
 from leanclip.data.source import MAX_EXAMPLES, BrokenSample, Source
 from leanclip.errors import UserError
@@ -29,7 +29,7 @@ class TrainingLoader:
 
     `visits` defaults to the parts of the source. `batch` is the global batch size, `share` the slice of each
     global batch that this process reads, by default all of it. `end_of_text` maps tokens to caption lengths, for
-    models that skip the padding.
+    models that skip the padding. `features` of locked towers are read in the place of images or captions.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class TrainingLoader:
         pin_memory: bool,
         shuffle: Shuffle = "all",
         end_of_text: Callable[[Tensor], Tensor] | None = None,
+        features: Features | None = None,
     ) -> None:
         visits = WeightedVisits(source.parts) if visits is None else visits
         if len(visits) < batch:
@@ -57,8 +58,9 @@ class TrainingLoader:
         self.order = Order(visits, batch=batch, seed=seed, shuffle=shuffle)
         self._steps: list[tuple[int, int]] = []  # of the current epoch; replaced in place, so that the workers stay
         batches = _TrainingBatches(
-            source, self.order, slice(0, batch) if share is None else share, transform, tokenizer, seed, end_of_text
-        )
+            source, self.order, slice(0, batch) if share is None else share, transform, tokenizer, seed, end_of_text,
+            features or Features(),
+        )  # fmt: skip
         self._loader = _data_loader(
             batches, sampler=self._steps, workers=workers, pin_memory=pin_memory, persistent_workers=workers > 0
         )
@@ -91,6 +93,7 @@ class _TrainingBatches(Dataset):
     tokenizer: Callable[..., Tensor]
     seed: int
     end_of_text: Callable[[Tensor], Tensor] | None  # from tokens to caption lengths
+    features: Features
 
     def __getitem__(self, key: tuple[int, int]) -> Batch | UserError:
         try:
@@ -103,14 +106,17 @@ class _TrainingBatches(Dataset):
         images, captions, sample_ids = [], [], []
         broken: Counter[str] = Counter()
         examples: list[str] = []
-        self.source.prefetch([index for index in ids[self.share].tolist() if index >= 0])
+        if None in self.features:  # what the tables do not hold is read from the source
+            self.source.prefetch([index for index in ids[self.share].tolist() if index >= 0])
         for slot in range(*self.share.indices(self.order.batch)):
             sample = [(int(ids[slot]), int(copies[slot]))] if ids[slot] >= 0 else []
             replacements = ((index, 0) for index in self.order.replacements(epoch, step, slot))
             for index, copy in chain(sample, replacements):
                 seed = sample_seed(self.seed, epoch, index, copy)
                 try:
-                    image, caption = training_sample(self.source, index, self.transform, seed=seed)
+                    image, caption = training_sample(
+                        self.source, index, self.transform, seed=seed, visit=epoch + copy, features=self.features
+                    )
                 except BrokenSample as error:
                     broken[error.kind] += 1
                     if len(examples) < MAX_EXAMPLES:
@@ -126,12 +132,16 @@ class _TrainingBatches(Dataset):
                     " broken samples, or give a smaller --batch-size",
                     code="data.no_replacement",
                 )
-        tokens = self.tokenizer(captions) if captions else torch.empty(0, dtype=torch.int64)
+        tokens = torch.empty(0, dtype=torch.int64)
+        if captions:
+            tokens = self.tokenizer(captions) if self.features.texts is None else torch.stack(captions)
         return Batch(
             images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
             tokens=tokens,
             sample_ids=torch.tensor(sample_ids, dtype=torch.int64),
-            lengths=self.end_of_text(tokens) if captions and self.end_of_text is not None else None,
+            lengths=None
+            if not captions or self.end_of_text is None or self.features.texts
+            else self.end_of_text(tokens),
             broken=dict(broken),
             examples=tuple(examples),
         )
@@ -179,6 +189,49 @@ def evaluation_batches(
 ) -> Iterator[EvaluationBatch]:
     """The samples in order, preprocessed as for inference."""
     data = _EvaluationBatches(source, ids, transform, batch)
+    yield from _raise_errors(_data_loader(data, workers=workers, pin_memory=False))
+
+
+@dataclass(frozen=True)
+class ViewBatch:
+    """Samples with several views each, one sample after the other, and those that could not be read."""
+
+    ids: list[int]
+    images: Tensor  # (views * b, 3, H, W) uint8
+    broken: dict[int, BrokenSample]
+
+
+@dataclass(frozen=True)
+class _ViewBatches(Dataset):
+    source: Source
+    ids: np.ndarray
+    transform: Transform
+    views: int
+    seed: int
+    batch: int
+
+    def __len__(self) -> int:
+        return -(-len(self.ids) // self.batch)
+
+    def __getitem__(self, number: int) -> ViewBatch | UserError:
+        ids, images, broken = [], [], {}
+        for index in self.ids[number * self.batch : (number + 1) * self.batch].tolist():
+            seeds = [sample_seed(self.seed, view, index) for view in range(self.views)]
+            try:
+                images += [view_of_sample(self.source, index, self.transform, seed=seed) for seed in seeds]
+                ids.append(index)
+            except BrokenSample as error:
+                broken[index] = error
+            except UserError as error:
+                return error
+        return ViewBatch(ids, torch.stack(images) if images else torch.empty(0), broken)
+
+
+def view_batches(
+    source: Source, ids: np.ndarray, transform: Transform, *, views: int, seed: int, batch: int, workers: int
+) -> Iterator[ViewBatch]:
+    """Each sample's augmented images of the first `views` epochs of a run with this seed."""
+    data = _ViewBatches(source, ids, transform, views, seed, batch)
     yield from _raise_errors(_data_loader(data, workers=workers, pin_memory=False))
 
 

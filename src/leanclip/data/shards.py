@@ -3,7 +3,6 @@
 import bisect
 import functools
 import json
-import random
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from leanclip.data.source import (
     Source,
     clean_captions,
     manifest_version,
-    pick_caption,
 )
 from leanclip.data.tar import BLOCK, IMAGE, IMAGE_ENDINGS, JSON, TXT, name_before, open_tar
 from leanclip.errors import UserError, first_line
@@ -153,8 +151,8 @@ class Shards(Source):
         """The captions in the .json under the caption key, else the .txt."""
         return self._captions(index)[0]
 
-    def caption(self, index: int, rng: random.Random) -> str:
-        return pick_caption(*self._captions(index), rng)
+    def weighted_captions(self, index: int) -> tuple[list[str], list[float] | None]:
+        return self._captions(index)
 
     def prefetch(self, indices: Sequence[int]) -> None:
         if len(self.files) > MAX_OPEN_FILES:  # opening every file twice would take longer than it saves

@@ -91,9 +91,14 @@ class Source(Protocol):
 
     def name(self, index: int) -> str: ...
 
+    def weighted_captions(self, index: int) -> tuple[list[str], list[float] | None]:
+        """All captions, and how often each is drawn; None for equally often."""
+        return self.captions(index), None
+
     def caption(self, index: int, rng: random.Random) -> str:
         """The caption to train on in this visit."""
-        return pick_caption(self.captions(index), None, rng)
+        captions, weights = self.weighted_captions(index)
+        return captions[pick(len(captions), weights, rng)]
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """Request these samples from the storage before they are read."""
@@ -116,16 +121,16 @@ class Source(Protocol):
         return {name: value for name, value in values.items() if value is not None}
 
 
-def pick_caption(captions: list[str], weights: Sequence[float] | None, rng: random.Random) -> str:
-    """One caption, drawn by weight. Only `random()` is used, which gives the same values in every Python version."""
-    draw = rng.random() * (len(captions) if weights is None else sum(weights))
+def pick(count: int, weights: Sequence[float] | None, rng: random.Random) -> int:
+    """A number below `count`, drawn by weight. Only `random()` is used, which is the same in every Python version."""
+    draw = rng.random() * (count if weights is None else sum(weights))
     if weights is None:
-        return captions[int(draw)]
-    for caption, weight in zip(captions, weights, strict=True):
+        return int(draw)
+    for number, weight in enumerate(weights):
         draw -= weight
         if draw < 0:
-            return caption
-    return captions[-1]
+            return number
+    return count - 1
 
 
 class Packable(Source):

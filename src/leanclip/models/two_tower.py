@@ -16,6 +16,7 @@ from leanclip.models.kernel_barriers import add_kernel_barriers
 from leanclip.models.open_clip_api import PreprocessCfg, VisionTransformer, image_transform_v2
 from leanclip.models.text_length import EndOfText, Texts, padding_reason, pooling, text_tower
 from leanclip.models.towers.layers import Side, TowerSummary, lock, roots, summarise, train_unfrozen
+from leanclip.models.towers.projection import Projection
 from leanclip.models.transformer_towers import embed_images, embed_texts, normalised
 
 
@@ -46,6 +47,7 @@ class TwoTower(nn.Module):
                 untrained.requires_grad_(False)
         self.untrained_decoder = 0 if decoder is None else sum(p.numel() for p in decoder.parameters())
         self.recomputed_blocks, self.compiled = 0, False
+        self.projections = Projection.of_images(clip), Projection.of_texts(clip)
         self.blockwise_image = _runs_by_blocks(clip.visual) and adopt_blocks(clip.visual.transformer)
         self.padding_reason = padding_reason(clip)
         if self.padding_reason is None and not adopt_blocks(text_tower(clip).transformer):
@@ -68,26 +70,52 @@ class TwoTower(nn.Module):
         return image, self.encode_text(tokens)
 
     def encode_image(self, images: Tensor) -> Tensor:
-        """Unit vectors of images: uint8 pixels, or the output of `transform`."""
-        visual = self.clip.visual
-        if self.blockwise_image:
-            embeddings = embed_images(
-                visual,
-                images,
-                self.image_mean,
-                self.image_std,
-                recomputed=self.recomputed_blocks,
-                compile=self.compiled,
-            )
-            return F.normalize(embeddings, dim=-1)
-        return self.clip.encode_image(self.normalised(images), normalize=True)
+        """Unit vectors of images: uint8 pixels, the output of `transform`, or that of `image_features`."""
+        return F.normalize(self._projected(0, images) if images.ndim == 2 else self._images(images), dim=-1)
 
     def encode_text(self, tokens: Tensor | Texts) -> Tensor:
-        """Unit vectors of texts: padded tokens (B, L), or the output of `texts`."""
+        """Unit vectors of texts: padded tokens (B, L), the output of `texts`, or that of `text_features`."""
+        if isinstance(tokens, Tensor) and tokens.is_floating_point():
+            return F.normalize(self._projected(1, tokens), dim=-1)
+        return F.normalize(self._texts(tokens), dim=-1)
+
+    def image_features(self, images: Tensor) -> Tensor:
+        """What the image tower computes before its projection, (B, D)."""
+        with self._projection(0).left_out():
+            return self._images(images)
+
+    def text_features(self, tokens: Tensor | Texts) -> Tensor:
+        """What the text tower computes before its projection, (B, D)."""
+        with self._projection(1).left_out():
+            return self._texts(tokens)
+
+    def _images(self, images: Tensor) -> Tensor:
+        visual = self.clip.visual
+        if not self.blockwise_image:
+            return self.clip.encode_image(self.normalised(images), normalize=False)
+        options = {"recomputed": self.recomputed_blocks, "compile": self.compiled}
+        return embed_images(visual, images, self.image_mean, self.image_std, **options)
+
+    def _texts(self, tokens: Tensor | Texts) -> Tensor:
         texts = self.texts(tokens) if isinstance(tokens, Tensor) else tokens
         if isinstance(texts, Tensor):
-            return self.clip.encode_text(texts, normalize=True)
-        return F.normalize(embed_texts(text_tower(self.clip), texts, recomputed=self.recomputed_blocks), dim=-1)
+            return self.clip.encode_text(texts, normalize=False)
+        return embed_texts(text_tower(self.clip), texts, recomputed=self.recomputed_blocks)
+
+    def _projection(self, side: int) -> Projection:
+        projection = self.projections[side]
+        if projection is None:
+            tower = ("image", "text")[side]
+            raise UserError(
+                f"the {tower} tower of {self.name} has no projection after its features, so these cannot be kept;"
+                " leave out --cache-locked",
+                code="model.no_features",
+            )
+        return projection
+
+    def _projected(self, side: int, features: Tensor) -> Tensor:
+        """Embeddings from stored features, in the precision of the projection's weights."""
+        return self._projection(side)(features.to(self.image_mean.dtype))
 
     def normalised(self, images: Tensor) -> Tensor:
         dtype = next(self.clip.visual.parameters()).dtype
@@ -99,7 +127,7 @@ class TwoTower(nn.Module):
         Tokens or `lengths` on the host avoid a synchronisation with the device.
         """
         device = self.image_mean.device
-        if self.end_of_text is None:
+        if self.end_of_text is None or tokens.is_floating_point():
             return tokens.to(device, non_blocking=True)
         if lengths is None:
             lengths = self.end_of_text(tokens).cpu()

@@ -14,10 +14,12 @@ from leanclip.checkpointing.openclip import OpenClipCheckpoint
 from leanclip.checkpointing.resume import SavedRun
 from leanclip.checkpointing.state import RunState
 from leanclip.data import Batch, Datasets, TrainingLoader, training_transform
+from leanclip.data.decode import Features, TrainingTransform
 from leanclip.device import autocast_of
 from leanclip.distributed import gloo_group, wrap_ddp, wrap_fsdp
 from leanclip.errors import UserError
 from leanclip.evaluation import LabelledSet, Prompts
+from leanclip.features.locked_towers import LockedTowers
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.registry import spec_of
@@ -77,7 +79,10 @@ class Job:
 
 
 def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
-    """Everything a run needs. Deterministic in the seed. `kernels`: compile a GPU's before the first step."""
+    """Everything a run needs. Deterministic in the seed. `kernels`: compile a GPU's before the first step.
+
+    A dry run does without: it computes no features of locked towers either.
+    """
     run = resolve(config)
     return restore(distribute(build(run), kernels=kernels), run)
 
@@ -117,6 +122,8 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     run, config, model, loss = built.run, built.config, built.model, built.loss
     ranks, device, batch = run.ranks, run.device, run.batch
     warmup = _start_warmup(built) if kernels and device.type == "cuda" and ranks.size == 1 else None
+    notes = list(built.notes)
+    features = _locked_features(built, notes, compute=kernels)
     compiled = uses_compile(config, model, ranks, device, run.steps)
     if compiled:
         model.compile_towers(whole=not config.parallel.fsdp)
@@ -124,24 +131,24 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     ema = None if config.run.ema is None else WeightEMA(model, config.run.ema)
     assert config.optim.wd is not None
     groups = [*weight_decay_groups(model, config.optim.wd), *loss.param_groups()]
-    loader = _make_loader(built)
+    loader = _make_loader(built, features)
     if ranks.rank > 0:
         torch.manual_seed(config.run.seed + 7919 * ranks.rank)  # so that dropout differs between ranks
     autocast = autocast_of(config.run.precision, device)
+    graph = uses_cuda_graph(config, model, ranks, device) and features == Features()
     context = StepContext(
         towers=towers,
         loss=loss,
         optimizer=create_optimizer(config.optim, groups),
         global_batch=batch,
-        cuda_graphs=CudaGraphs(model, autocast) if uses_cuda_graph(config, model, ranks, device) else None,
+        cuda_graphs=CudaGraphs(model, autocast) if graph else None,
         autocast=autocast,
         grad_clip_norm=config.optim.grad_clip_norm,
         scale=LossScale.of(config.run.precision),
         ranks=ranks,
     )
-    notes = built.notes
     if warmup is not None and (problem := warmup.wait()) is not None:
-        notes = (*notes, f"warning: {problem}")
+        notes.append(f"warning: {problem}")
     threads = _set_threads(context, built) if device.type == "cpu" else None
     micro_batches, peak_bytes = _micro_batches(context, model, config, device)
     context = replace(context, micro_batches=micro_batches)
@@ -224,26 +231,61 @@ def _wrap(model: TwoTower, run: ResolvedRun) -> nn.Module:
     return wrap_fsdp(model, ranks, device, methods=("encode_image", "encode_text"))
 
 
-def _make_loader(built: BuiltRun) -> TrainingLoader:
+def _transform(built: BuiltRun) -> TrainingTransform:
+    settings = built.config.model
+    return training_transform(
+        built.model.preprocess,
+        scale=settings.aug_scale,
+        color_jitter=settings.aug_color_jitter,
+        color_jitter_prob=settings.aug_color_jitter_prob,
+        gray_scale_prob=settings.aug_gray_scale_prob,
+    )
+
+
+def _locked_features(built: BuiltRun, notes: list[str], *, compute: bool) -> Features:
+    """Tables of what the locked towers compute, with --cache-locked."""
+    run, config = built.run, built.config
+    views = config.data.cache_locked
+    if views is None:
+        return Features()
+    images, texts = (tower.frozen_layers == tower.layers for tower in built.model.summary())
+    if not images and not texts:
+        raise UserError(
+            "--cache-locked needs a tower that is locked as a whole; give --lock-image, --lock-text or both",
+            code="features.nothing_locked",
+        )
+    towers = LockedTowers(
+        model=built.model,
+        source=run.data.train.source,
+        transform=_transform(built),
+        views=views,
+        seed=config.run.seed,
+        autocast=autocast_of(config.run.precision, run.device),
+        workers=config.data.workers,
+        ranks=run.ranks,
+        notify=notes.append,
+    )
+    if not compute:
+        notes.append(towers.expected(images=images, texts=texts))
+        return Features()
+    return towers.features(images=images, texts=texts)
+
+
+def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
     run, config, model = built.run, built.config, built.model
     return TrainingLoader(
         run.data.train.source,
         run.data.train.visits,
         batch=run.batch,
         share=run.ranks.share(run.batch),
-        transform=training_transform(
-            model.preprocess,
-            scale=config.model.aug_scale,
-            color_jitter=config.model.aug_color_jitter,
-            color_jitter_prob=config.model.aug_color_jitter_prob,
-            gray_scale_prob=config.model.aug_gray_scale_prob,
-        ),
+        transform=_transform(built),
         tokenizer=model.tokenizer,
         seed=config.run.seed,
         workers=config.data.workers,
         pin_memory=run.device.type == "cuda",
         shuffle=config.data.shuffle,
         end_of_text=model.end_of_text,
+        features=features,
     )
 
 

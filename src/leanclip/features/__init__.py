@@ -1,0 +1,1 @@
+"""Features of samples by id, in mapped tables; locked towers fill them once."""

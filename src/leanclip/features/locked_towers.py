@@ -1,0 +1,237 @@
+"""Locked towers run once: features of every sample, in tables that training reads instead of pixels or captions."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from leanclip.data import BrokenSample, Source
+from leanclip.data.decode import Features, Transform
+from leanclip.data.loader import view_batches
+from leanclip.distributed import Ranks
+from leanclip.errors import UserError
+from leanclip.features.table import FeatureTable
+from leanclip.filesystem import cache_directory
+from leanclip.models import TwoTower
+from leanclip.progress import ACTIVITY, progress_bar
+
+FORMAT = 1
+IMAGES_PER_PASS, CAPTIONS_PER_PASS = 256, 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockedTowers:
+    """What the tables are computed from, and how. All ranks share the work."""
+
+    model: TwoTower
+    source: Source
+    transform: Transform  # of training images
+    views: int
+    seed: int
+    autocast: torch.autocast
+    workers: int
+    ranks: Ranks
+    notify: Callable[[str], object]
+
+    def features(self, *, images: bool, texts: bool) -> Features:
+        """The tables of the towers that are locked, read from the cache or computed."""
+        with self._inference():
+            return Features(
+                images=self._table("image") if images else None, texts=self._table("text") if texts else None
+            )
+
+    def expected(self, *, images: bool, texts: bool) -> str:
+        """How much room the tables will take."""
+        with self._inference():
+            sizes = []
+            if images:
+                size = 2 * len(self.source) * self.views * self._dim("image") / 2**20
+                sizes.append(f"{size:,.1f} MiB for {self.views} views of each image")
+            if texts:
+                sizes.append(f"{2 * self._dim('text') / 2**10:,.1f} KiB for each caption")
+        return f"features of the locked towers will take {' and '.join(sizes)} in {cache_directory() / 'features'}"
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.autocast:
+                yield
+        finally:
+            self.model.train(was_training)
+
+    def _table(self, side: str) -> FeatureTable:
+        facts = self._facts(side)
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        directory = cache_directory() / "features" / f"{side}-{digest[:16]}"
+        self.ranks.broadcast_from_first(lambda: self._prepare(side, directory, facts))
+        if not (directory / "table.json").is_file():
+            raise UserError(
+                f"{directory} is not shared by all processes; set LEANCLIP_CACHE to a directory that is",
+                code="features.not_shared",
+            )
+        table = FeatureTable(directory, writable=True)
+        missing = table.missing()
+        verb = "computed" if len(missing) else "read from the cache"
+        self.notify(
+            f"features of the {side} tower: {verb}, {len(table.features):,} rows of {table.features.shape[1]},"
+            f" {table.nbytes / 2**20:,.1f} MiB in {directory}"
+        )
+        if len(missing):
+            local = missing[self.ranks.share(len(missing))]
+            fill = self._fill_images if side == "image" else self._fill_texts
+            with progress_bar(f"features of the {side} tower", len(missing), shown=self.ranks.first) as advance:
+                for done in fill(table, local):
+                    ACTIVITY.still_working()
+                    advance(done * self.ranks.size)
+        self.ranks.all_gather_objects(None)  # until all have written
+        return FeatureTable(directory)
+
+    def _facts(self, side: str) -> dict[str, Any]:
+        tower = self.model.clip.visual if side == "image" else _text_modules(self.model)
+        facts: dict[str, Any] = {
+            "format": FORMAT,
+            "weights": digest_of(tower, without=self.model.projections[side == "text"]),
+            "data": _data_identity(self.source),
+            "precision": str(self.autocast.fast_dtype) if self.autocast._enabled else "full",
+        }
+        if side == "image":
+            facts |= {"transform": repr(self.transform), "views": self.views, "seed": self.seed}
+        return facts
+
+    def _prepare(self, side: str, directory: Path, facts: Mapping[str, Any]) -> None:
+        """Make an empty table, unless there is a sound one. Only the first rank does."""
+        with_table = directory / "table.json"
+        try:
+            if with_table.is_file() and json.loads(with_table.read_text()) == facts:
+                FeatureTable(directory)
+                return
+        except (OSError, ValueError, EOFError):
+            self.notify(f"{directory} is damaged and is computed again")
+        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            if side == "image":
+                first, weights = np.arange(len(self.source) + 1) * self.views, None
+            else:
+                first, weights = count_captions(self.source)
+            FeatureTable.create(directory, first, self._dim(side), dict(facts), weights)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {directory} ({error.strerror}); set LEANCLIP_CACHE to another directory",
+                code="features.not_writable",
+            ) from error
+
+    def _dim(self, side: str) -> int:
+        if side == "text":
+            features = self.model.text_features(self.model.tokenizer([""]))
+        else:
+            size = self.model.preprocess.size
+            height, width = (size, size) if isinstance(size, int) else size
+            pixels = torch.zeros(1, 3, height, width, dtype=torch.uint8, device=self.model.image_mean.device)
+            features = self.model.image_features(pixels)
+        if features.ndim != 2:
+            raise UserError(
+                f"the {side} tower of {self.model.name} is not pooled before its projection, so its features cannot"
+                " be kept; leave out --cache-locked",
+                code="model.no_features",
+            )
+        return features.shape[1]
+
+    def _fill_images(self, table: FeatureTable, ids: np.ndarray) -> Iterator[int]:
+        batches = view_batches(
+            self.source, ids, self.transform, views=self.views, seed=self.seed,
+            batch=max(1, IMAGES_PER_PASS // self.views), workers=self.workers,
+        )  # fmt: skip
+        for batch in batches:
+            if batch.ids:
+                pixels = batch.images.to(self.model.image_mean.device)
+                table.write(batch.ids, _stored(self.model.image_features(pixels)))
+            for index, error in batch.broken.items():
+                table.mark_broken(index, error.kind, str(error))
+            yield len(batch.ids) + len(batch.broken)
+
+    def _fill_texts(self, table: FeatureTable, ids: np.ndarray) -> Iterator[int]:
+        good: list[int] = []
+        captions: list[str] = []
+        for number, index in enumerate(ids.tolist(), 1):
+            try:
+                captions += self.source.captions(index)
+                good.append(index)
+            except BrokenSample as error:
+                table.mark_broken(index, error.kind, str(error))
+            if len(captions) >= CAPTIONS_PER_PASS or number == len(ids):
+                if good:
+                    table.write(good, self._text_rows(captions))
+                yield len(good)
+                good, captions = [], []
+
+    def _text_rows(self, captions: list[str]) -> np.ndarray:
+        """Captions of similar length go together, so that little padding is computed."""
+        order = sorted(range(len(captions)), key=lambda number: len(captions[number]))
+        rows: dict[int, np.ndarray] = {}
+        for start in range(0, len(order), IMAGES_PER_PASS):
+            numbers = order[start : start + IMAGES_PER_PASS]
+            tokens = self.model.tokenizer([captions[number] for number in numbers])
+            rows.update(zip(numbers, _stored(self.model.text_features(tokens)), strict=True))
+        return np.stack([rows[number] for number in range(len(captions))])
+
+
+def count_captions(source: Source) -> tuple[np.ndarray, np.ndarray | None]:
+    """The first row of each sample in a table of all captions, and their weights if a sample has any."""
+    first, weights, weighted = [0], [], False
+    with progress_bar("counting captions", len(source)) as advance:
+        for index in range(len(source)):
+            try:
+                captions, shares = source.weighted_captions(index)
+            except BrokenSample:
+                captions, shares = [], None
+            weighted = weighted or shares is not None
+            weights += [1.0] * len(captions) if shares is None else shares
+            first.append(first[-1] + len(captions))
+            if index % 1000 == 999:
+                ACTIVITY.still_working()
+                advance(1000)
+    return np.asarray(first), np.asarray(weights) if weighted else None
+
+
+def digest_of(module: nn.Module, *, without: Any) -> str:
+    """Of the weights of a tower, its projection left out."""
+    digest = hashlib.sha256()
+    with without.left_out():
+        for name, tensor in sorted(module.state_dict().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _text_modules(model: TwoTower) -> nn.Module:
+    """The text tower. In open_clip's CLIP its parts lie beside the image tower, in the model itself."""
+    if hasattr(model.clip, "text"):
+        return model.clip.text
+    parts = {name: part for name, part in model.clip.named_children() if name != "visual"}
+    tower = nn.ModuleDict(parts)
+    tower.register_parameter("positional_embedding", model.clip.positional_embedding)
+    return tower
+
+
+def _data_identity(source: Source) -> Any:
+    manifest = source.manifest()
+    return [len(source), type(source).__name__] if manifest is None else manifest
+
+
+def _stored(features: Tensor) -> np.ndarray:
+    rows = features.to(torch.float16)
+    if not bool(rows.isfinite().all()):
+        raise UserError(
+            "features of a locked tower do not fit into float16; leave out --cache-locked", code="features.not_finite"
+        )
+    return rows.cpu().numpy()

@@ -1,0 +1,155 @@
+"""Features of locked towers, computed once: the same training as with towers that run in every step."""
+
+import json
+import pickle
+import random
+
+import numpy as np
+import pytest
+from checkpoint_runs import train as train_any
+from shard_files import sound, write_shard
+
+from leanclip.data import BrokenSample
+from leanclip.features.table import FeatureTable
+
+NAMES = ("uncached", "cached", "fewer")
+WEIGHTS = []
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("LEANCLIP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def weights(tmp_path_factory):
+    """A run to start from: a locked tower without weights is refused."""
+    folder = tmp_path_factory.mktemp("weights")
+    assert train_any(folder, max_steps=1) == 0
+    WEIGHTS[:] = [folder / "logs/run"]
+
+
+def train(folder, **options):
+    return train_any(folder, **{"pretrained": WEIGHTS[0], "tau": 0.05} | options)
+
+
+def losses(folder):
+    lines = map(json.loads, (folder / "logs/run/metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+def shard(folder, *, broken=False):
+    files = sound(48)
+    if broken:
+        files["00007.jpg"] = b"not an image"
+        files["00009.json"] = b"{}"
+    return write_shard(folder / "data.tar", files)
+
+
+@pytest.mark.parametrize("lock", [{"lock_image": True}, {"lock_text": True}, {"lock_image": True, "lock_text": True}])
+@pytest.mark.parametrize("broken", [False, True])
+def test_cached_equals_uncached_while_there_is_a_view_for_every_epoch(tmp_path, lock, broken):
+    data = shard(tmp_path, broken=broken)
+    results = []
+    for name, views in zip(NAMES, ({}, {"cache_locked": 3}, {"cache_locked": 1}), strict=True):
+        folder = tmp_path / name
+        folder.mkdir()
+        options = lock | views | {"train_data": data, "global_batch_size": 16, "max_broken": 0.5, "max_steps": 9}
+        assert train(folder, **options) == 0
+        results.append(losses(folder))
+    uncached, cached, fewer = map(np.array, results)
+    assert len(uncached) == len(cached) == 9
+    np.testing.assert_allclose(cached, uncached, rtol=1e-3)
+    if "lock_image" in lock:
+        np.testing.assert_allclose(fewer[:3], uncached[:3], rtol=1e-3)
+        assert np.abs(fewer[3:] - uncached[3:]).max() > 3 * np.abs(cached - uncached).max()
+    out = [json.loads((tmp_path / name / "logs/run/metrics.jsonl").read_text().splitlines()[-1]) for name in NAMES]
+    assert [line.get("broken_image") for line in out] == [out[0].get("broken_image")] * 3
+
+
+def test_a_second_run_reads_the_features_and_other_weights_get_their_own(tmp_path, capsys):
+    data = shard(tmp_path)
+    options = {"train_data": data, "global_batch_size": 16, "lock_text": True, "cache_locked": 1, "max_steps": 3}
+    assert train(tmp_path, **options) == 0
+    first = capsys.readouterr().out
+    assert "features of the text tower: computed, 64 rows of 16" in first
+    assert train(tmp_path, **options, overwrite=True) == 0
+    assert "features of the text tower: read from the cache" in capsys.readouterr().out
+    other = {"train_data": data, "global_batch_size": 16, "max_steps": 3, "name": "other"}
+    assert train_any(tmp_path, **other) == 0
+    assert train(tmp_path, **options, overwrite=True, pretrained=tmp_path / "logs/other") == 0
+    assert "features of the text tower: computed" in capsys.readouterr().out
+    assert len(list((tmp_path / "cache/features").iterdir())) == 2
+
+
+def test_a_damaged_table_is_computed_again(tmp_path, capsys):
+    options = {"train_data": shard(tmp_path), "global_batch_size": 16, "lock_text": True, "cache_locked": 1}
+    assert train(tmp_path, **options, max_steps=3) == 0
+    expected = losses(tmp_path)
+    (directory,) = (tmp_path / "cache/features").iterdir()
+    for name, content in (("features.npy", b"no array"), ("table.json", b"{"), ("first.npy", b"")):
+        (directory / name).write_bytes(content)
+        assert train(tmp_path, **options, max_steps=3, overwrite=True) == 0
+        assert "computed," in capsys.readouterr().out
+        assert losses(tmp_path) == expected
+
+
+def test_a_table_that_was_not_finished_is_continued(tmp_path, monkeypatch):
+    options = {"train_data": shard(tmp_path, broken=True), "global_batch_size": 16, "lock_image": True,
+               "cache_locked": 2, "max_broken": 0.5, "max_steps": 3}  # fmt: skip
+    monkeypatch.setattr("leanclip.features.locked_towers.IMAGES_PER_PASS", 16)
+    write, calls = FeatureTable.write, []
+
+    def interrupted(table, ids, rows):
+        calls.append(list(ids))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        write(table, ids, rows)
+
+    monkeypatch.setattr(FeatureTable, "write", interrupted)
+    assert train(tmp_path, **options) == 130
+    assert train(tmp_path, **options) == 0
+    done = [index for ids in calls[:2] + calls[3:] for index in ids]
+    assert sorted(done) == [index for index in range(48) if index != 7]  # each once
+    whole = losses(tmp_path)
+    monkeypatch.setenv("LEANCLIP_CACHE", str(tmp_path / "another"))
+    assert train(tmp_path, **options, overwrite=True) == 0
+    assert losses(tmp_path) == whole
+
+
+def test_rows_of_a_table(tmp_path):
+    table = FeatureTable.create(tmp_path / "t", np.array([0, 2, 2, 5]), 3, {}, weights=np.array([1, 0, 1, 0, 0]))
+    rows = np.arange(15, dtype=np.float16).reshape(5, 3)
+    table.write([0], rows[:2])
+    assert table.missing().tolist() == [1, 2]
+    table.write([2], rows[2:])
+    table.mark_broken(1, "image", "no pixels")
+    copy = pickle.loads(pickle.dumps(table))
+    assert copy.missing().size == 0
+    assert [copy.view(2, number)[0] for number in range(4)] == [6, 9, 12, 6]
+    assert {float(copy.draw(2, random.Random(seed))[0]) for seed in range(20)} == {6}  # the only one with a weight
+    with pytest.raises(BrokenSample, match="no pixels") as raised:
+        copy.view(1, 0)
+    assert raised.value.kind == "image"
+    np.testing.assert_array_equal(np.load(tmp_path / "t/features.npy"), rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"cache_locked": 1}, "features.nothing_locked"),
+        ({"cache_locked": 1, "lock_image": True, "lock_image_unlocked_groups": 2}, "features.nothing_locked"),
+        ({"cache_locked": 0, "lock_image": True}, "config.bad_value"),
+    ],
+)
+def test_what_cannot_be_cached_is_refused(tmp_path, capsys, options, code):
+    assert train(tmp_path, train_data=shard(tmp_path), global_batch_size=16, **options) == 2
+    assert f"[{code}]" in capsys.readouterr().err
+    assert not (tmp_path / "logs/run").exists()
+
+
+def test_a_dry_run_computes_no_features_and_says_their_size(tmp_path, capsys):
+    options = {"train_data": shard(tmp_path), "global_batch_size": 16, "lock_image": True, "cache_locked": 4}
+    assert train(tmp_path, **options, dry_run=True) == 0
+    assert f"{2 * 48 * 4 * 32 / 2**20:.1f} MiB for 4 views of each image" in capsys.readouterr().out
+    assert not (tmp_path / "cache/features").exists()
