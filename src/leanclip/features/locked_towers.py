@@ -44,9 +44,10 @@ class LockedTowers:
     def features(self, *, images: bool, texts: bool) -> Features:
         """The tables of the towers that are locked, read from the cache or computed."""
         with self._inference():
-            return Features(
-                images=self._table("image") if images else None, texts=self._table("text") if texts else None
-            )
+            tables = self._table("image") if images else None, self._table("text") if texts else None
+        image_size, text_size = (None if table is None else table.features.shape[1] for table in tables)
+        self.model.feature_sizes = image_size, text_size
+        return Features(*tables)
 
     def expected(self, *, images: bool, texts: bool) -> str:
         """How much room the tables will take."""

@@ -48,6 +48,7 @@ class TwoTower(nn.Module):
         self.untrained_decoder = 0 if decoder is None else sum(p.numel() for p in decoder.parameters())
         self.recomputed_blocks, self.compiled = 0, False
         self.projections = Projection.of_images(clip), Projection.of_texts(clip)
+        self.feature_sizes: tuple[int | None, int | None] = (None, None)  # of towers whose features come from tables
         self.blockwise_image = _runs_by_blocks(clip.visual) and adopt_blocks(clip.visual.transformer)
         self.padding_reason = padding_reason(clip)
         if self.padding_reason is None and not adopt_blocks(text_tower(clip).transformer):

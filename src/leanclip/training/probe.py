@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,7 +56,7 @@ def probe_micro_batch(context: StepContext, model: TwoTower, *, share: int, opti
 
     While a pass is measured, the memory is allocated that a step holds beside one micro-batch.
     """
-    device, row = model.image_mean.device, model.tokenizer([""])
+    device = model.image_mean.device
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients, dim = sum(local_tensor(parameter).nbytes for parameter in trained), int(model.config["embed_dim"])
     held = STATE_COPIES.get(optimizer, 2) * gradients
@@ -66,7 +66,7 @@ def probe_micro_batch(context: StepContext, model: TwoTower, *, share: int, opti
     def measure(size: int) -> float:
         beside = [torch.empty(held, dtype=torch.uint8, device=device)]
         images = _images(model, 2 * share)  # of this batch and the next
-        texts = model.texts(row.expand(size, -1), torch.full((size,), row.shape[1]))
+        texts = _texts(model, size)
         for _ in range(2):  # the first pass compiles, and leaves the gradients to which later micro-batches add
             if size == share:
                 context.optimizer.zero_grad(set_to_none=True)
@@ -106,9 +106,20 @@ def probe_micro_batch(context: StepContext, model: TwoTower, *, share: int, opti
 
 
 def _images(model: TwoTower, count: int) -> torch.Tensor:
+    """What the image tower gets in a step: pixels, or the features of a locked one."""
+    if (width := model.feature_sizes[0]) is not None:
+        return torch.zeros(count, width, dtype=torch.float16, device=model.image_mean.device)
     pixels = model.preprocess.size
     height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
     return torch.zeros(count, 3, height, width, dtype=torch.uint8, device=model.image_mean.device)
+
+
+def _texts(model: TwoTower, count: int, length: int | None = None) -> Any:
+    """What the text tower gets: captions of this many tokens (default: the longest), or features of a locked one."""
+    if (width := model.feature_sizes[1]) is not None:
+        return torch.zeros(count, width, dtype=torch.float16, device=model.image_mean.device)
+    row = model.tokenizer([""])
+    return model.texts(row.expand(count, -1), torch.full((count,), min(length or row.shape[1], row.shape[1])))
 
 
 def _loss_bytes(context: StepContext, dim: int, dtype: torch.dtype, device: torch.device) -> int:
@@ -236,12 +247,10 @@ def fastest_threads(
 
 def _measured_pass(context: StepContext, model: TwoTower) -> Callable[[int, int], tuple[float, float]]:
     """Forward and backward through towers and loss, of captions of a typical length."""
-    row = model.tokenizer([""])
 
     def measure(threads: int, samples: int) -> tuple[float, float]:
         torch.set_num_threads(threads)
-        images, lengths = _images(model, samples), torch.full((samples,), min(CAPTION, row.shape[1]))
-        texts = model.texts(row.expand(samples, -1), lengths)
+        images, texts = _images(model, samples), _texts(model, samples, CAPTION)
         began, processor = time.perf_counter(), time.process_time()
         with context.autocast:
             image, text = context.towers(images, texts)

@@ -61,8 +61,6 @@ class Job:
     seconds_per_step: float | None = None  # measured on a CPU whose threads were chosen, without optimizer and data
     peak_bytes: int | None = None  # of a GPU's memory, where the micro-batch was measured
     zero_shot: tuple[tuple[LabelledSet, Prompts], ...] = ()  # classified at each evaluation
-    seconds_per_step: float | None = None  # measured during set-up, where that was needed
-    peak_bytes: int | None = None  # of memory, likewise
 
     @property
     def epochs(self) -> int:
