@@ -22,6 +22,9 @@ CHECKPOINTED = [Case("fastclip-v3", micro, wrap, "float64", "checkpointing") for
 
 
 OPTIMIZERS = [Case("fastclip-v2", micro, "fsdp", "float64", opt) for micro, opt in ((True, "adamw"), (False, "lamb"))]
+WEIGHTED = [
+    Case(loss, micro, "ddp", "float64", "weights") for loss, micro in (("fastclip-v2", True), ("siglip", False))
+]
 
 
 def pairwise(size):
@@ -75,7 +78,7 @@ def check(cases, size, folder):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_equal_one_process(size, tmp_path):
-    check(pairwise(size) + (CHECKPOINTED + OPTIMIZERS if size == 2 else []), size, tmp_path)
+    check(pairwise(size) + (CHECKPOINTED + OPTIMIZERS + WEIGHTED if size == 2 else []), size, tmp_path)
 
 
 def test_patch_dropout_in_micro_batches(tmp_path):

@@ -28,7 +28,7 @@ class Case(NamedTuple):
     micro: bool
     wrap: str  # ddp or fsdp
     dtype: str
-    extra: str = ""  # "checkpointing", "dropout", or another optimizer than SGD
+    extra: str = ""  # "checkpointing", "dropout", "weights" (and groups), or another optimizer than SGD
 
     @property
     def name(self):
@@ -103,7 +103,10 @@ def run(case, ranks, folder):
     for step in range(STEPS):
         loss.set_epoch(step, STEPS)
         images, tokens, ids = (part[mine] for part in batch(step, dtype))
-        result = training_step(context, Batch(images=images, tokens=tokens, sample_ids=ids))
+        weighted: dict[str, Any] = {}
+        if case.extra == "weights":
+            weighted = {"groups": ids % 4, "weights": (ids % 3).float()}
+        result = training_step(context, Batch(images=images, tokens=tokens, sample_ids=ids, **weighted))
         assert not result.skipped
         seen[f"step {step} loss"], seen[f"step {step} norm"] = result.loss, result.grad_norm
     seen |= {f"weight {name}": full_tensor(value).clone() for name, value in model.state_dict().items()}

@@ -72,7 +72,10 @@ def trained(name, *, graphed, broken=(), scale=None):
             pixels[2] = torch.nan
         tokens = captions(longest=(4, 9)[step % 2])
         ids = torch.randperm(SAMPLES, generator=draw)[:BATCH]
-        batch = Batch(images=pixels, tokens=tokens, sample_ids=ids, lengths=model.end_of_text(tokens))
+        batch = Batch(
+            images=pixels, tokens=tokens, sample_ids=ids, lengths=model.end_of_text(tokens), groups=ids % 3,
+            weights=(ids % 4).float(),
+        )  # fmt: skip
         result = training_step(context, batch.pack(FEW_SIZES))
         assert result.skipped == (step in broken)
         values.append(result.loss)

@@ -25,10 +25,10 @@ from refusal import refusal_code, refuses
 COUNT = 12
 
 
-def train(logs, data, *, batch=4):
+def train(logs, data, *more, batch=4):
     flags = "--model leanclip-tiny --max-steps 3 --log-every 1 --eval-every 0 --workers 0".split()
     flags += ["--batch-size", batch, "--logs", logs, "--name", "run"]
-    assert exit_code("train", *flags, "--train-data", data) == 0
+    assert exit_code("train", *flags, "--train-data", data, *more) == 0
     lines = [json.loads(line) for line in (logs / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
     assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
@@ -39,6 +39,20 @@ def train(logs, data, *, batch=4):
 def test_tables_and_synthetic_data_train_directly(form, tmp_path):
     data = f"synthetic:{COUNT}" if form == "synthetic" else PACKABLE[form](tmp_path / "data", COUNT)
     assert train(tmp_path / "logs", data)["train_samples"] == COUNT
+
+
+def test_weights_and_groups_of_a_table_reach_the_loss(tmp_path, capsys):
+    """A weight of 0 for all: nothing is learned, and the loss is 0."""
+    write_images(tmp_path, COUNT)
+    rows = [f"{path.name},picture,{0},{path.stem}" for path in sorted(tmp_path.glob("*.jpg"))]
+    (tmp_path / "pairs.csv").write_text("\n".join(["filepath,title,quality,product", *rows]))
+    more = ["--pair-weights", "quality", "--group-key", "product", "--loss", "infonce"]
+    train(tmp_path / "logs", tmp_path / "pairs.csv", *more)
+    lines = [json.loads(line) for line in (tmp_path / "logs/run/metrics.jsonl").read_text().splitlines()]
+    assert {line["loss"] for line in lines if line["kind"] == "train"} == {0.0}
+    assert exit_code("train", "--train-data", tmp_path / "pairs.csv", "--logs", tmp_path / "logs", "--batch-size", 4,
+                     "--model", "leanclip-tiny", "--workers", 0, "--pair-weights", "qualty") == 2  # fmt: skip
+    assert "no column qualty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", PACKABLE)

@@ -61,6 +61,25 @@ def joined(batches):
     )
 
 
+def test_groups_and_weights_come_from_the_metadata(tmp_path):
+    """A sample whose weight is none is broken."""
+    files = sound(12)
+    for number in range(12):
+        field = {"captions": ["a"], "quality": number / 4, "product": f"p{number % 3}"}
+        files[f"{number:05d}.json"] = json.dumps(field | ({"quality": "much"} if number == 5 else {})).encode()
+    loader = create_loader(
+        Shards(str(write_shard(tmp_path / "0.tar", files))), batch=10, group_key="product", weight_key="quality"
+    )
+    (batch,) = pickle.loads(pickle.dumps(list(loader.epoch(0))))
+    ids = batch.sample_ids.tolist()
+    assert 5 not in ids and batch.broken in ({}, {"field": 1})
+    assert batch.weights.tolist() == [number / 4 for number in ids]
+    groups = dict(zip(ids, batch.groups.tolist(), strict=True))
+    assert all((groups[one] == groups[two]) == (one % 3 == two % 3) for one in ids for two in ids)
+    plain = create_loader(Shards(str(tmp_path / "0.tar")), batch=10)
+    assert all(batch.groups is None and batch.weights is None for batch in plain.epoch(0))
+
+
 @pytest.mark.parametrize("form", ["plain", "weighted", "blocks"])
 def test_batches_do_not_depend_on_ranks_workers_or_interruptions(data, form):
     whole = loader_of(data, form)

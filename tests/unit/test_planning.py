@@ -213,7 +213,7 @@ class DenseInfoNCE(ContrastiveLoss):
         self.divided = divided
         self.scale = torch.nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
-    def compute(self, local, sample_ids, text_ids, groups):
+    def compute(self, local, sample_ids, text_ids):
         sides, gathered = (local.image, local.text), local.gathered()
         if self.divided:
             images, texts = (side.requires_grad_() for side in gathered)  # whose gradients are sent

@@ -13,11 +13,14 @@ MAX_PICKLED_BYTES = 256 << 10  # larger tensors travel through shared memory
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The samples of one step. The ids stay on the host, where the loss checks them without a synchronisation."""
+    """The samples of one step. What the loss takes beside embeddings stays on the host, where it is checked without a
+    synchronisation."""
 
     images: Tensor  # (B, 3, H, W) uint8; the model normalises them
     tokens: Tensor  # (B, L)
     sample_ids: Tensor  # (B,) stable integers in [0, n)
+    groups: Tensor | None = None  # (B,) integers: samples of one group are not each other's negatives
+    weights: Tensor | None = None  # (B,) of the pairs in the loss
     lengths: Tensor | None = None  # (B,) tokens of each caption with its end token; on the host
     broken: Mapping[str, int] = field(default_factory=dict)  # samples that were replaced, by kind
     examples: tuple[str, ...] = ()  # messages of some of them
@@ -41,12 +44,9 @@ class Batch:
 
     def pin_memory(self) -> "Batch":
         """Called by torch's DataLoader, so that copies to the device are asynchronous."""
-        return replace(
-            self,
-            images=self.images.pin_memory(),
-            tokens=self.tokens.pin_memory(),
-            sample_ids=self.sample_ids.pin_memory(),
-        )
+        names = ("images", "tokens", "sample_ids", "groups", "weights")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in tensors.items() if tensor is not None})
 
     @property
     def captions(self) -> Any:

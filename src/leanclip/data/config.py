@@ -31,6 +31,10 @@ class DataConfig:
     """The key of the caption or list of captions in a sample's .json; without it the .txt is the caption."""
     caption_weights_key: str | None = None
     """The key of the list of caption weights in a sample's .json. Default: equal weights."""
+    group_key: str | None = None
+    """A field of the metadata (.json or column): samples with the same value are not each other's negatives."""
+    pair_weights: str | None = None
+    """A field of the metadata with a number, 0 or more: the weight of the pair in the loss."""
     max_broken: float = setting(0.01, resume="free")
     """The share of samples that may be broken before the run stops. Broken samples are replaced by others."""
     shuffle: Literal["all", "blocks"] = setting("all", resume="fixed_unless_reset")

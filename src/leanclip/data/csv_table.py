@@ -55,7 +55,7 @@ class Table(Packable):
         self._open = OpenFiles()
         self.version = manifest_version(manifest)
         columns, self.separator, start = _read_header(self.path, image_key, caption_key, separator, flags)
-        self._column_count = len(columns)
+        self._columns, self._column_count = columns, len(columns)
         self._image_column, self._caption_column = columns.index(image_key), columns.index(caption_key)
         self._starts, paths, self._checksum = self._scan(start)
         self._groups = _group(paths) if self.version > 1 else None
@@ -86,6 +86,15 @@ class Table(Packable):
     def captions(self, index: int) -> list[str]:
         captions = [self._fields(row)[self._caption_column] for row in self._rows_of(index)]
         return clean_captions(captions, self.name(index))
+
+    def field(self, index: int, key: str) -> str:
+        """Of the first row of the sample."""
+        if key not in self._columns:
+            raise UserError(
+                f"{self.path} has no column {key}; its columns are {', '.join(self._columns)[:500]}",
+                code="data.missing_column",
+            )
+        return self._fields(self._rows_of(index)[0])[self._columns.index(key)].strip()
 
     def name(self, index: int) -> str:
         return self._row_name(self._rows_of(index)[0])

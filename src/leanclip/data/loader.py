@@ -1,5 +1,7 @@
 """Batches for training and for evaluation."""
 
+import hashlib
+import math
 import os
 import signal
 import threading
@@ -22,6 +24,7 @@ from leanclip.errors import UserError
 
 PREFETCH_BATCHES = 2  # per worker
 PARENT_POLL_SECONDS = 1.0
+LARGEST_WEIGHT = 1e6  # of a pair; a sum over the largest batch stays exact enough
 
 
 class TrainingLoader:
@@ -30,6 +33,7 @@ class TrainingLoader:
     `visits` defaults to the parts of the source. `batch` is the global batch size, `share` the slice of each
     global batch that this process reads, by default all of it. `end_of_text` maps tokens to caption lengths, for
     models that skip the padding. `features` of locked towers are read in the place of images or captions.
+    `group_key` and `weight_key` name fields of the samples' metadata.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class TrainingLoader:
         shuffle: Shuffle = "all",
         end_of_text: Callable[[Tensor], Tensor] | None = None,
         features: Features | None = None,
+        group_key: str | None = None,
+        weight_key: str | None = None,
     ) -> None:
         visits = WeightedVisits(source.parts) if visits is None else visits
         if len(visits) < batch:
@@ -57,9 +63,10 @@ class TrainingLoader:
         self.batch = batch
         self.order = Order(visits, batch=batch, seed=seed, shuffle=shuffle)
         self._steps: list[tuple[int, int]] = []  # of the current epoch; replaced in place, so that the workers stay
+        share = slice(0, batch) if share is None else share
         batches = _TrainingBatches(
-            source, self.order, slice(0, batch) if share is None else share, transform, tokenizer, seed, end_of_text,
-            features or Features(),
+            source, self.order, share, transform, tokenizer, seed, end_of_text, features or Features(), group_key,
+            weight_key,
         )  # fmt: skip
         self._loader = _data_loader(
             batches, sampler=self._steps, workers=workers, pin_memory=pin_memory, persistent_workers=workers > 0
@@ -82,6 +89,25 @@ class _Loader(DataLoader):
         pass
 
 
+def group_of(source: Source, index: int, key: str) -> int:
+    """A number for the sample's group, the same on every machine."""
+    value = source.field(index, key)
+    if not isinstance(value, str | int | float) or value == "":
+        raise BrokenSample("field", f"{key!r} of sample {source.name(index)} is {value!r}, not a name or a number")
+    return int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def weight_of(source: Source, index: int, key: str) -> float:
+    value = source.field(index, key)
+    try:
+        weight = float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, OverflowError):
+        weight = math.nan
+    if not 0 <= weight <= LARGEST_WEIGHT:
+        raise BrokenSample("field", f"{key!r} of sample {source.name(index)} is {value!r}, not a weight of 0 or more")
+    return weight
+
+
 @dataclass(frozen=True)
 class _TrainingBatches(Dataset):
     """Maps (epoch, step) to this process's share of the global batch."""
@@ -94,6 +120,8 @@ class _TrainingBatches(Dataset):
     seed: int
     end_of_text: Callable[[Tensor], Tensor] | None  # from tokens to caption lengths
     features: Features
+    group_key: str | None
+    weight_key: str | None
 
     def __getitem__(self, key: tuple[int, int]) -> Batch | UserError:
         try:
@@ -103,7 +131,7 @@ class _TrainingBatches(Dataset):
 
     def _batch(self, epoch: int, step: int) -> Batch:
         ids, copies = self.order.batch_ids(epoch, step)
-        images, captions, sample_ids = [], [], []
+        images, captions, sample_ids, groups, weights = [], [], [], [], []
         broken: Counter[str] = Counter()
         examples: list[str] = []
         if None in self.features:  # what the tables do not hold is read from the source
@@ -114,6 +142,8 @@ class _TrainingBatches(Dataset):
             for index, copy in chain(sample, replacements):
                 seed = sample_seed(self.seed, epoch, index, copy)
                 try:
+                    group = None if self.group_key is None else group_of(self.source, index, self.group_key)
+                    weight = None if self.weight_key is None else weight_of(self.source, index, self.weight_key)
                     image, caption = training_sample(
                         self.source, index, self.transform, seed=seed, visit=epoch + copy, features=self.features
                     )
@@ -125,6 +155,8 @@ class _TrainingBatches(Dataset):
                 images.append(image)
                 captions.append(caption)
                 sample_ids.append(index)
+                groups.append(group)
+                weights.append(weight)
                 break
             else:
                 raise UserError(
@@ -139,6 +171,8 @@ class _TrainingBatches(Dataset):
             images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
             tokens=tokens,
             sample_ids=torch.tensor(sample_ids, dtype=torch.int64),
+            groups=None if self.group_key is None else torch.tensor(groups, dtype=torch.int64),
+            weights=None if self.weight_key is None else torch.tensor(weights, dtype=torch.float32),
             lengths=None
             if not captions or self.end_of_text is None or self.features.texts
             else self.end_of_text(tokens),

@@ -154,6 +154,9 @@ class Shards(Source):
     def weighted_captions(self, index: int) -> tuple[list[str], list[float] | None]:
         return self._captions(index)
 
+    def field(self, index: int, key: str) -> object:
+        return self._json(index).get(key) if self._locate(index)[1][JSON] else None
+
     def prefetch(self, indices: Sequence[int]) -> None:
         if len(self.files) > MAX_OPEN_FILES:  # opening every file twice would take longer than it saves
             return
@@ -181,15 +184,19 @@ class Shards(Source):
         except UnicodeDecodeError as error:
             raise BrokenSample("encoding", f"the caption of sample {self.name(index)} is not UTF-8") from error
 
-    def _json_captions(self, index: int) -> tuple[list[str], list[float] | None] | None:
-        """The captions of a .json that has the caption key, without empty ones."""
+    def _json(self, index: int) -> dict[str, Any]:
         try:
             content: Any = json.loads(self._read(index, JSON))
         except UnicodeDecodeError as error:
             raise BrokenSample("encoding", f"the .json of sample {self.name(index)} is not UTF-8") from error
         except (ValueError, RecursionError) as error:
             raise BrokenSample("caption", f"the .json of sample {self.name(index)} does not parse") from error
-        if not isinstance(content, dict) or content.get(self.caption_key) is None:
+        return content if isinstance(content, dict) else {}
+
+    def _json_captions(self, index: int) -> tuple[list[str], list[float] | None] | None:
+        """The captions of a .json that has the caption key, without empty ones."""
+        content = self._json(index)
+        if content.get(self.caption_key) is None:
             return None
         captions = content[self.caption_key]
         captions = [captions] if isinstance(captions, str) else captions

@@ -100,6 +100,10 @@ class Source(Protocol):
         captions, weights = self.weighted_captions(index)
         return captions[pick(len(captions), weights, rng)]
 
+    def field(self, index: int, key: str) -> object:
+        """A value of the sample's metadata; None if it has none of this name."""
+        return None
+
     def prefetch(self, indices: Sequence[int]) -> None:
         """Request these samples from the storage before they are read."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from leanclip.data import Batch
 from leanclip.losses import LossOutput
+from leanclip.losses.base import check_weights
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.models import TwoTower
 from leanclip.models.text_length import Texts
@@ -84,7 +85,8 @@ class GraphedStep:
     def __init__(self, graphs: CudaGraphs, context: StepContext, batch: Batch, texts: Texts) -> None:
         model, loss, device = graphs.model, context.loss, batch.images.device
         self.images, self.texts = batch.images.clone(), deepcopy(texts)
-        self.ids = batch.sample_ids.to(device, copy=True)
+        given = (batch.sample_ids, batch.groups, batch.weights)
+        self.given = [None if tensor is None else tensor.to(device, copy=True) for tensor in given]
         self.scale = torch.ones((), device=device)
         self.state = loss.state if isinstance(loss, GlobalContrastiveLoss) else None
         parameters = [*model.parameters(), *loss.parameters()]
@@ -93,7 +95,8 @@ class GraphedStep:
         def step() -> tuple[LossOutput, tuple[Tensor | None, ...]]:
             with graphs.autocast:
                 image, text = model(self.images, self.texts)
-                output = loss(image, text, self.ids, global_batch=context.global_batch)
+                ids, groups, weights = self.given
+                output = loss(image, text, ids, groups=groups, weights=weights, global_batch=context.global_batch)
             scaled = output.loss * self.scale if context.scale.grows else output.loss
             gradients = torch.autograd.grad(scaled, self.parameters, allow_unused=True)
             # Detached: later steps without a graph would otherwise accumulate on the stream of the capture.
@@ -107,7 +110,11 @@ class GraphedStep:
         if self.state is not None:
             self.state.check(batch.sample_ids)  # on the host, without waiting for the device
         self.images.copy_(batch.images)
-        self.ids.copy_(batch.sample_ids, non_blocking=True)
+        if batch.weights is not None:
+            check_weights(batch.weights, len(batch))
+        for tensor, value in zip(self.given, (batch.sample_ids, batch.groups, batch.weights), strict=True):
+            if tensor is not None and value is not None:
+                tensor.copy_(value, non_blocking=True)
         for tensor, value in zip(_tensors(self.texts), _tensors(texts), strict=True):
             tensor.copy_(value)
 

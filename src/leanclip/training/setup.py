@@ -284,6 +284,8 @@ def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
         shuffle=config.data.shuffle,
         end_of_text=model.end_of_text,
         features=features,
+        group_key=config.data.group_key,
+        weight_key=config.data.pair_weights,
     )
 
 
