@@ -3,10 +3,13 @@ JSON from files that may be damaged."""
 
 import contextlib
 import errno
+import fcntl
+import glob
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from safetensors import SafetensorError
 
 from leanclip.errors import UserError, first_line
 
+LITTER_SECONDS = 5  # a younger file may be about to be locked
 MAX_JSON_BYTES = 256 << 20
 MAX_JSON_DEPTH = 100
 MAX_JSON_DIGITS = 20  # of an integer: 64 bits
@@ -24,16 +28,30 @@ MAX_JSON_DIGITS = 20  # of an integer: 64 bits
 def atomic_path(final: Path, *, suffix: str = ".tmp") -> Iterator[Path]:
     """A temporary path beside `final`, which is moved to it when the block succeeds and removed when it fails."""
     check_target(final)
+    remove_litter(final.parent, f".{glob.escape(final.name)}.????????{suffix}")
     handle, name = tempfile.mkstemp(dir=final.parent, prefix=f".{final.name}.", suffix=suffix)
-    os.close(handle)
     temporary = Path(name)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
         yield temporary
         sync(temporary)
         temporary.chmod(0o666 & ~_umask())  # mkstemp's files are private
         temporary.replace(final)
     finally:
         temporary.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def remove_litter(folder: Path, pattern: str = ".*.tmp") -> None:
+    """Remove the temporary files that killed processes left: no process has them locked."""
+    for path in folder.glob(pattern):
+        with contextlib.suppress(OSError):  # locked, gone, or a disk that cannot be written
+            old = path.is_file() and not path.is_symlink() and time.time() - path.stat().st_mtime > LITTER_SECONDS
+            if old:
+                with path.open("rb+") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
 
 def check_target(final: Path) -> None:

@@ -17,7 +17,7 @@ from leanclip.config import save_toml
 from leanclip.device import device_of
 from leanclip.distributed import Heartbeat, Ranks, detect_launch, device_for, launch_id, process_group, was_restarted
 from leanclip.errors import UserError
-from leanclip.filesystem import write_atomically, writing
+from leanclip.filesystem import remove_litter, write_atomically, writing
 from leanclip.progress import make_console
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.runs.config import RunConfig
@@ -141,6 +141,7 @@ def prepare(job: Job, directory: RunDirectory) -> None:
     """Write what a run directory holds before the first step; later checkpoints than the resumed one move aside."""
     run = job.config.run
     directory.prepare(overwrite=run.overwrite, beginning=run.resume == AUTO, resume_from=job.resume_from)
+    remove_litter(directory.path)
     clean_up(directory.checkpoints)
     if names := move_aside(directory.checkpoints, job.position.step):
         if best := copy_best(directory.checkpoints):

@@ -1,9 +1,12 @@
 """Checkpoints: which are kept, how runs resume, and which commands are refused."""
 
+import fcntl
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -15,6 +18,7 @@ from leanclip.checkpointing.resume import SavedRun, find_checkpoint
 from leanclip.checkpointing.storage import verify
 from leanclip.data.datasets import BUNDLED
 from leanclip.errors import STOPPED
+from leanclip.filesystem import atomic_path, write_atomically
 from leanclip.optim import set_learning_rate
 from leanclip.runs import RunDirectory
 from leanclip.runs.stopping import Stopping
@@ -167,6 +171,33 @@ def test_a_signal_stops_a_run_after_the_step(number, tmp_path, monkeypatch, caps
     monkeypatch.setattr(Stopping, "after", after)
     assert train(tmp_path, save_every=0, resume="auto") == 0
     assert steps_of_metrics(tmp_path) == list(range(1, 9))
+
+
+def test_litter_of_killed_processes_is_removed(run):
+    """Of this run at its next start, but no file that a live process has locked, and none that is new."""
+    directory = run / "logs/run"
+    old, locked, new = (directory / f".{name}.tmp" for name in ("run.json.abcdefgh", "report.html.abcdefgh", "new"))
+    for path in (old, locked, new):
+        path.write_text("half")
+    for path in (old, locked):
+        os.utime(path, (1, 1))
+    with locked.open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert train(run, resume="auto", max_steps=9) == 0
+        assert sorted(directory.glob(".*.tmp")) == sorted((locked, new))
+
+
+def test_a_killed_write_is_removed_by_the_next(tmp_path):
+    code = "import sys, os; from pathlib import Path; from leanclip.filesystem import atomic_path\n"
+    code += f"with atomic_path(Path({str(tmp_path / 'x[1].json')!r})) as path:\n path.write_text('half')\n"
+    subprocess.run([sys.executable, "-c", code + " os.kill(os.getpid(), 9)"], check=False)
+    (litter,) = tmp_path.iterdir()
+    os.utime(litter, (1, 1))
+    with atomic_path(tmp_path / "x[1].json") as first:
+        os.utime(first, (1, 1))
+        write_atomically(tmp_path / "x[1].json", "second")  # does not remove the first one's
+        first.write_text("first")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x[1].json", "first")]
 
 
 def test_a_run_does_not_depend_on_files_that_others_overwrite(tmp_path, monkeypatch):

@@ -1,3 +1,11 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -85,3 +93,37 @@ def test_traffic_compared_with_other_implementations():
     assert sent.leanclip == pytest.approx(0.75 * (2000 + 20 + 2 * 10))
     assert (sent.openclip, sent.disco_clip) == (0.75 * 4000, 0.75 * 6000)
     assert counter.loss_total() == (4, 2030)
+
+
+def _runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_rank_ends_with_its_torchrun():
+    """Killed while the ranks still load: they would wait for each other until the timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(server.getsockname()[1])}
+        start = (
+            "import subprocess, sys; rank = subprocess.Popen(sys.argv[1:]); print(rank.pid, flush=True); rank.wait()"
+        )
+        torchrun = subprocess.Popen(
+            [sys.executable, "-c", start, sys.executable, "-m", "leanclip", "train", "--device", "cpu"],
+            env=os.environ | environment | {"TORCHELASTIC_RUN_ID": "x"}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert torchrun.stdout is not None
+        with torchrun.stdout:
+            rank = int(torchrun.stdout.readline())
+        server.settimeout(120)
+        connection, _ = server.accept()  # the rank waits for an answer
+        with connection:
+            torchrun.kill()
+            torchrun.wait()
+            deadline = time.monotonic() + 20
+            while (alive := _runs(rank)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            if alive:
+                os.kill(rank, signal.SIGKILL)
+    assert not alive

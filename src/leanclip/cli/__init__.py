@@ -7,6 +7,8 @@ import os
 import select
 import signal
 import sys
+import threading
+import time
 from types import FrameType
 from typing import NoReturn
 
@@ -40,6 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
     if own_process and training:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, _stopped_before_training)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            threading.Thread(target=_end_with_torchrun, args=(os.getppid(),), daemon=True).start()
     try:
         try:
             _run(arguments)
@@ -67,6 +71,14 @@ def _stopped_before_training(number: int, _: FrameType | None) -> NoReturn:
     """The exit code is that of a run which has saved: it should be started again."""
     os.write(2, f"leanclip: {_rank()}{signal.Signals(number).name} before the first step\n".encode())
     os._exit(stopped_code())
+
+
+def _end_with_torchrun(parent: int) -> None:
+    """From the start of the process, whatever it waits for: the store that the ranks meet at ends with torchrun."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.write(2, f"leanclip: {_rank()}torchrun has ended\n".encode())
+    _exit_now(3)
 
 
 def _output_is_closed(stop: BaseException) -> bool:

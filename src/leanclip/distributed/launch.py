@@ -18,6 +18,7 @@ from leanclip.distributed.heartbeat import Heartbeat
 from leanclip.errors import UserError, first_line
 
 PORT = 29500
+AGENT_TIMEOUT = 30.0  # seconds to connect to torchrun's store, which may have been killed
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def process_group(
 def _rendezvous(launch: Launch, timeout: float) -> Store:
     if launch.size == 1:
         return HashStore()
-    # torchrun's agent hosts the store; elsewhere rank 0 does.
+    # torchrun's agent hosts the store, and has started it before its ranks; elsewhere rank 0 does.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     tcp = TCPStore(
@@ -150,9 +151,10 @@ def _rendezvous(launch: Launch, timeout: float) -> Store:
         launch.port,
         launch.size,
         is_master=launch.rank == 0 and not agent,
-        timeout=timedelta(seconds=timeout),
+        timeout=timedelta(seconds=min(timeout, AGENT_TIMEOUT) if agent else timeout),
         wait_for_workers=False,
     )
+    tcp.set_timeout(timedelta(seconds=timeout))
     return PrefixStore(f"leanclip/{attempt}", tcp)
 
 
