@@ -4,7 +4,9 @@ import base64
 import io
 import json
 import math
+import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +232,14 @@ def test_stopped_run_says_where_it_stopped_and_how_to_continue(tmp_path: Path):
     assert "Stopped at step 500 of 2,000: 25% of the steps logged" in html
     assert "my run/config.toml&#39; --name shapes --resume auto" in html
     assert "--resume auto" not in page(write_run(tmp_path / "done", [train_row(2000)]))
+
+
+def test_run_that_is_silent_for_long_may_have_been_killed(tmp_path: Path):
+    run = write_run(tmp_path / "run", [train_row(500)], status="running")
+    assert "killed" not in page(run) and "--resume auto" not in page(run)
+    then = time.time() - 7400
+    os.utime(run / "metrics.jsonl", (then, then))
+    assert "Nothing for 2:03 h: it may have been killed. To continue: leanclip train" in page(run)
 
 
 def test_every_set_has_its_own_table_and_charts(tmp_path: Path):

@@ -105,12 +105,13 @@ def damaged(value: Any, draw: random.Random) -> Any:
     return draw.choice(VALUES)
 
 
-def test_random_damage_never_ends_in_a_traceback(tmp_path: Path):
-    draw = random.Random(0)
+@pytest.mark.parametrize("cases", [300, pytest.param(5000, marks=pytest.mark.slow)])
+def test_random_damage_never_ends_in_a_traceback(tmp_path: Path, cases: int):
+    draw = random.Random(cases)
     run = whole_run(tmp_path / "run")
     parts = {name: json.loads((run / name).read_text()) for name in ("run.json", "panel.json", "zero_shot.json")}
     lines = [train_row(100), train_row(200), eval_row(0, 0.1), eval_row(200, 0.4), histogram_row(200)]
-    for _ in range(300):
+    for _ in range(cases):
         name = draw.choice([*parts, "metrics.jsonl"])
         if name == "metrics.jsonl":
             wrong = [damaged(line, draw) if draw.random() < 0.5 else line for line in lines]

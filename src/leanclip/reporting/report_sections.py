@@ -6,7 +6,7 @@ import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from typing import NamedTuple
 
 from leanclip.reporting.curves import DIRECTIONS, TAU, ZERO_SHOT, chance_of, ranks
@@ -14,6 +14,7 @@ from leanclip.reporting.run_reader import Evaluation, RunData, number
 
 HEADLINE = "text_to_image_recall@10"
 NOT_METRICS = re.compile(r"images|captions|chance@\d+")
+SILENT_SECONDS = 3600  # without a line; a run that was killed has not changed its status
 DASH = "\N{EN DASH}"
 MEMORY = {"gpu_memory_gib": "peak of the GPU", "resident_gib": "resident, maximum"}
 
@@ -153,7 +154,10 @@ def progress(run: RunData) -> tuple[float, str] | None:
     share = min(1.0, done / planned)
     text = f"{run.status.capitalize()} at step {done:,.0f} of {planned:,.0f}: {share:.0%} of the steps logged"
     text += f", last line written {moment(run.changed.isoformat())}."
-    if run.status in ("stopped", "failed"):
+    silent = (datetime.now(timezone.utc) - run.changed).total_seconds()
+    if run.status == "running" and silent > SILENT_SECONDS:
+        text += f" Nothing for {duration(silent)}: it may have been killed."
+    if run.status in ("stopped", "failed") or silent > SILENT_SECONDS:
         command = ["leanclip", "train", "--config", str(run.path / "config.toml"), "--name", run.name]
         text += f" To continue: {shlex.join([*command, '--resume', 'auto'])}"
     return share, text
