@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from leanclip.cli.parse import parse
 from leanclip.errors import UserError
-from leanclip.filesystem import writing
+from leanclip.filesystem import write_atomically, writing
 
 if TYPE_CHECKING:  # importing torch takes seconds, and --help does not need it
     from leanclip.data.source import Packable
@@ -172,15 +172,17 @@ def open_packable(command: PackCommand) -> "Packable":
 
 
 def _detect_format(source: str) -> Format:
+    from leanclip.data.files import is_file, is_folder
+
     path = Path(source)
     by_suffix: dict[str, Format] = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".json": "coco"}
     if path.suffix.lower() in by_suffix:
         return by_suffix[path.suffix.lower()]
     if source.startswith("synthetic:"):
         return "synthetic"
-    if path.is_dir():
+    if is_folder(path):
         return "parquet" if any(path.glob("*.parquet")) else "folder"
-    if not path.exists():
+    if not is_file(path):
         raise UserError(f"no such file or folder: {source}", code="data.not_found")
     raise UserError(
         f"{source} has an unsupported format; give --format csv, parquet, folder or coco if it is one of these",
@@ -232,7 +234,7 @@ def _check(command: CheckCommand) -> None:
         )
     if command.json is not None:
         with writing(Path(command.json), code="data.cannot_write"):
-            Path(command.json).write_text(json.dumps(report, indent=1), encoding="utf-8")
+            write_atomically(Path(command.json), json.dumps(report, indent=1))
     _show_check(report)
     too_many = report["broken_share"] > command.threshold
     _exit_if(too_many, report["broken_share"], command.threshold, "--threshold")
@@ -257,6 +259,8 @@ def _show_check(report: dict[str, Any]) -> None:
         f"longer than {report['context_length']} tokens": f"{longer}, truncated in training",
         "empty captions": f"{report['empty_captions']:,}",
     }
+    if lines := report["captions_of_several_lines"]:
+        rows["of several lines"] = f"{lines:,}, one caption each; several captions belong into a .json"
     for name in ("duplicate_images", "duplicate_captions"):
         example = f", such as {report[name]['examples'][0]}" if report[name]["examples"] else ""
         rows[name.replace("_", " ")] = f"{report[name]['count']:,} ({report[name]['share']:.1%}){example}"
@@ -273,9 +277,9 @@ def _show_check(report: dict[str, Any]) -> None:
 
 
 def _show(title: str, rows: dict[str, str]) -> None:
-    print(title)
-    for name, value in rows.items():
-        print(f"  {name:<{NAME_WIDTH}}  {value}")
+    lines = [title, *(f"  {name:<{NAME_WIDTH}}  {value}" for name, value in rows.items())]
+    for line in lines:  # names of files may contain anything
+        print("".join(character if character.isprintable() else "\ufffd" for character in line))
 
 
 def _exit_if(too_many: bool, share: float, limit: float, flag: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from leanclip.data import synthetic
 from leanclip.data.config import DataConfig
 from leanclip.data.csv_table import Table
+from leanclip.data.files import is_folder
 from leanclip.data.order import Visits, WeightedVisits
 from leanclip.data.shards import Shards
 from leanclip.data.source import BrokenCount, Manifest, Source, manifest_version
@@ -106,7 +107,7 @@ def open_source(
             separator=config.csv_separator,
             manifest=manifest,
         )
-    if data.lower().endswith((".parquet", ".json")) or (Path(data).is_dir() and not any(Path(data).glob("*.tar"))):
+    if data.lower().endswith((".parquet", ".json")) or (is_folder(data) and not any(Path(data).glob("*.tar"))):
         raise UserError(
             f"{data} holds no tar shards; pack its images first: leanclip data pack {data} OUT",
             code="data.not_packed",

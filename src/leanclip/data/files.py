@@ -6,6 +6,7 @@ A request that takes longer than REMOTE_SECONDS fails: a server may accept conne
 import contextlib
 import glob
 import os
+import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -19,6 +20,8 @@ from leanclip.errors import UserError, first_line
 from leanclip.progress import ACTIVITY
 
 MAX_OPEN_FILES = 256  # per process; a data set may have more shards than a process may open
+MAX_IMAGE_BYTES = 1 << 30
+MAX_CAPTION_BYTES = 1 << 24  # of a .txt or a .json
 REMOTE_SECONDS = float(os.environ.get("LEANCLIP_REMOTE_TIMEOUT", "60"))  # for one request
 VERSION_KEYS = ("mtime", "LastModified", "last_modified", "ETag", "etag", "Last-Modified", "updated", "created")
 
@@ -43,6 +46,21 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
+def is_file(path: str | Path) -> bool:
+    return stat.S_ISREG(_mode(path))
+
+
+def is_folder(path: str | Path) -> bool:
+    return stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: str | Path) -> int:
+    """0 if there is no such file, or if its name is too long for one."""
+    with contextlib.suppress(OSError, ValueError):
+        return Path(path).stat().st_mode
+    return 0
+
+
 def _is_http(path: str) -> bool:
     return path.startswith(("http://", "https://"))
 
@@ -62,7 +80,7 @@ def expand(pattern: str, *, ending: str = ".tar") -> list[str]:
         raise UserError(f"the braces of {pattern!r} do not match: {error}", code="data.bad_pattern") from error
     paths = [path for part in parts for path in (_expand_url if is_remote(part) else _expand_local)(part, ending)]
     if not paths:
-        message = f"no *{ending} in {pattern}" if Path(pattern).is_dir() else f"no such file or folder: {pattern}"
+        message = f"no *{ending} in {pattern}" if is_folder(pattern) else f"no such file or folder: {pattern}"
         raise UserError(message, code="data.not_found")
     return paths
 
@@ -81,6 +99,17 @@ def stat_all(paths: list[str], pattern: str) -> list[FileStat]:
             raise UserError(f"cannot read {path} ({first_line(error)})", code="data.unreadable") from error
         ACTIVITY.still_working()
     return files
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """The bytes of a file. OSError for a pipe or a device, which may never end, and for more than `limit` bytes."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError("not a regular file")
+    if status.st_size > limit:
+        raise OSError(f"{status.st_size:,} bytes are too many")
+    with path.open("rb") as file:
+        return file.read(limit)
 
 
 class OpenFiles:
@@ -197,8 +226,8 @@ def _file_system(path: str, *, fresh: bool = False) -> tuple[Any, str]:
 
 
 def _expand_local(part: str, ending: str) -> list[str]:
-    if Path(part).is_dir():
-        part = str(Path(part) / f"*{ending}")
+    if is_folder(part):
+        part = str(Path(glob.escape(part)) / f"*{ending}")
     return sorted(glob.glob(part)) if glob.has_magic(part) else [part]
 
 
@@ -214,7 +243,7 @@ def _expand_url(part: str, ending: str) -> list[str]:
 
 def _stat_local(path: str) -> FileStat:
     status = Path(path).stat()
-    if not Path(path).is_file():
+    if not stat.S_ISREG(status.st_mode):
         raise OSError("not a file")
     return FileStat(path, status.st_size, str(status.st_mtime_ns))
 

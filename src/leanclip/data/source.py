@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from leanclip.data.files import MAX_IMAGE_BYTES, read_regular
 from leanclip.errors import UserError, first_line, one_line
 
 Manifest = list[dict[str, str | int]]  # the files that fix the sample ids of a run, in the order of the ids
@@ -146,7 +147,10 @@ class Packable(Source):
 
 
 def file_identity(path: Path) -> str:
-    status = path.stat()
+    try:
+        status = path.stat()
+    except OSError:
+        return f"{path.name} is missing"  # a link to nowhere
     return f"{path.name} {status.st_size} {status.st_mtime_ns}"
 
 
@@ -158,7 +162,7 @@ def read_image(folder: Path, path: str, name: str, *, anywhere: bool = False) ->
     if not anywhere and (PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts):
         raise BrokenSample("escaping path", f"{name}: {path} is outside the folder; only files below it may be named")
     try:
-        content = (folder / path).read_bytes()
+        content = read_regular(folder / path, MAX_IMAGE_BYTES)
     except (OSError, ValueError) as error:
         raise BrokenSample("no image", f"{name}: cannot read {folder / path} ({first_line(error)})") from error
     if not content:
@@ -166,9 +170,11 @@ def read_image(folder: Path, path: str, name: str, *, anywhere: bool = False) ->
     return content
 
 
-def clean_captions(captions: Iterable[str], name: str) -> list[str]:
-    """The captions, stripped, without empty ones; at least one."""
-    stripped = [caption.strip() for caption in captions]
+def clean_captions(captions: Iterable[object], name: str) -> list[str]:
+    """The captions, stripped, without empty ones and nulls; at least one."""
+    stripped = [caption.strip() for caption in captions if isinstance(caption, str)]
+    if other := next((caption for caption in captions if not isinstance(caption, str | None)), None):
+        raise BrokenSample("caption", f"the caption of {name} is no text but of type {type(other).__name__}")
     if not stripped:
         raise BrokenSample("no caption", f"{name} has no caption")
     if not any(stripped):

@@ -9,7 +9,7 @@ from zlib import adler32
 
 import numpy as np
 
-from leanclip.data.files import FileStat, OpenFiles, is_remote
+from leanclip.data.files import MAX_CAPTION_BYTES, MAX_IMAGE_BYTES, FileStat, OpenFiles, is_remote
 from leanclip.errors import UserError, first_line
 from leanclip.progress import ACTIVITY
 
@@ -31,6 +31,7 @@ _ANY_IMAGE, _ANY_CAPTION = (1 << _TXT_NUMBER) - 1, 3 << _TXT_NUMBER  # bits of t
 SLASH = ord("/")
 # Columns of the table, in pairs: the first block of the file (0: no such file) and its size in bytes.
 IMAGE, TXT, JSON, COLUMNS = 0, 2, 4, 6
+MAX_BYTES = (MAX_IMAGE_BYTES, MAX_CAPTION_BYTES, MAX_CAPTION_BYTES)  # of these three; a reader allocates them
 _COLUMN = (*(IMAGE for _ in IMAGE_ENDINGS), TXT, JSON)  # by the number of the ending
 
 Read = Callable[[int, int], bytes]  # offset, length
@@ -120,7 +121,7 @@ def scan(reader: TarReader) -> Scan:
             broken["no image"] += 1
         elif not sample[0] & _ANY_CAPTION:
             broken["no caption"] += 1
-        elif max(sample) >= 1 << 32:
+        elif max(sample) >= 1 << 32 or any(map(int.__gt__, sample[2::2], MAX_BYTES)):
             broken["huge"] += 1
         else:
             values += sample[1:]

@@ -37,6 +37,7 @@ class Findings:
     broken: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
     empty_captions: int = 0
+    captions_of_several_lines: int = 0
 
 
 def check(
@@ -70,6 +71,7 @@ def check(
         "broken_examples": {kind: messages[:MAX_EXAMPLES] for kind, messages in examples.items()},
         "broken_share": (broken.total() + left_out) / max(1, len(ids) + left_out),
         "empty_captions": sum(part.empty_captions for part in parts),
+        "captions_of_several_lines": sum(part.captions_of_several_lines for part in parts),
         "captions": len(columns["tokens"]),
         "captions_per_image": _spread(np.unique(columns["caption_ids"], return_counts=True)[1]),
         "tokens": _spread(columns["tokens"]),
@@ -105,6 +107,7 @@ def _measure(source: Source, count_tokens: Callable[[str], int], ids: np.ndarray
             image_values = (index, width, height, len(image), _hash(image))
             for name, value in zip(COLUMNS, image_values, strict=False):
                 values[name].append(value)
+            findings.captions_of_several_lines += sum("\n" in caption for caption in captions)
             for caption in captions:
                 values["caption_ids"].append(index)
                 values["caption_hashes"].append(_hash(caption.encode("utf-8", errors="surrogatepass")))

@@ -1,10 +1,13 @@
 """COCO captions, a JSON of images and annotations, as a source to pack."""
 
-import json
 from pathlib import Path
 
+from leanclip.data.files import is_file, is_folder
 from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, read_image
 from leanclip.errors import UserError, first_line
+from leanclip.filesystem import read_json
+
+MAX_BYTES = 1 << 30
 
 
 class Coco(Packable):
@@ -13,12 +16,13 @@ class Coco(Packable):
     def __init__(self, path: str | Path, *, images: str | Path | None = None) -> None:
         """Without `images`, they are searched beside the JSON and where COCO's archives unpack to."""
         self.path = Path(path)
-        if not self.path.is_file():
+        if not is_file(path):
             raise UserError(f"no such file: {self.path}", code="data.not_found")
+        content = read_json(self.path, max_bytes=MAX_BYTES)
         try:
-            content = json.loads(self.path.read_bytes())
-            entries = [(image["id"], str(image["file_name"])) for image in content["images"]]
-            annotations = [(entry["image_id"], str(entry["caption"])) for entry in content["annotations"]]
+            entries = [(image["id"], image["file_name"]) for image in content["images"]]
+            annotations = [(entry["image_id"], entry["caption"]) for entry in content["annotations"]]
+            hash((*entries, *annotations))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{self.path} is not a COCO captions file ({first_line(error)}): expected images with id and"
@@ -27,8 +31,8 @@ class Coco(Packable):
             ) from error
         if not entries:
             raise UserError(f"{self.path} lists no images", code="pack.no_images")
-        self._names = [name for _, name in entries]
-        self._captions: list[list[str]] = [[] for _ in entries]
+        self._names = [name if isinstance(name, str) else "" for _, name in entries]
+        self._captions: list[list[object]] = [[] for _ in entries]
         indices: dict[object, int] = {}
         for index, (image_id, _) in enumerate(entries):
             indices.setdefault(image_id, index)
@@ -59,14 +63,14 @@ class Coco(Packable):
 
     def _find_images(self, images: str | Path | None) -> Path:
         if images is not None:
-            if not Path(images).is_dir():
+            if not is_folder(images):
                 raise UserError(f"no such folder: {images}", code="data.not_found")
             return Path(images)
         folder = self.path.parent
         split = self.path.stem.removeprefix("captions_")
         candidates = (folder, folder / "images", folder / split, folder.parent / split, folder.parent / "images")
         for candidate in candidates:
-            if any((candidate / name).is_file() for name in self._names[:10]):
+            if any(name and is_file(candidate / name) for name in self._names[:10]):
                 return candidate
         raise UserError(
             f"no images of {self.path} in {', '.join(map(str, candidates))}; give their folder with --images",

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -10,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from leanclip.data.csv_table import read_rows
+from leanclip.data.files import MAX_CAPTION_BYTES, is_folder, read_regular
 from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, read_image
 from leanclip.errors import UserError, first_line
+from leanclip.filesystem import parse_json
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 LIST_NAMES = ("metadata.jsonl", "metadata.csv", "captions.jsonl", "captions.csv", "captions.tsv", "captions.txt")
+MAX_LIST_BYTES = 1 << 30
 IMAGE_KEYS = ("file_name", "image", "filename", "filepath", "path")
 CAPTION_KEYS = ("caption", "text", "captions", "title")
 
@@ -28,9 +30,9 @@ class Folder(Packable):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.is_dir():
+        if not is_folder(path):
             raise UserError(f"no such folder: {self.path}", code="data.not_found")
-        self._listed: dict[str, list[str]] = {}
+        self._listed: dict[str, list[object]] = {}
         names: set[str] = set()
         identity = hashlib.blake2b(digest_size=16)
         for folder, subfolders, files in os.walk(self.path, onerror=_refuse_unreadable):
@@ -72,15 +74,16 @@ class Folder(Packable):
         if not self._is_inside(file):
             raise BrokenSample("escaping path", f"the caption of {self.name(index)} is a link to a file outside it")
         try:
-            return clean_captions([file.read_bytes().decode("utf-8")], self.name(index))
+            return clean_captions([read_regular(file, MAX_CAPTION_BYTES).decode("utf-8")], self.name(index))
         except UnicodeDecodeError as error:
             raise BrokenSample("encoding", f"the caption of {self.name(index)} is not UTF-8") from error
         except OSError as error:
-            raise BrokenSample("no caption", f"{self.name(index)} has no .txt and is in no list") from error
+            reason = f"is in no list and has no .txt ({first_line(error)})"
+            raise BrokenSample("no caption", f"{self.name(index)} {reason}") from error
 
     def _is_inside(self, file: Path) -> bool:
         """A downloaded folder may contain links to private files elsewhere."""
-        return not file.is_symlink() or file.resolve().is_relative_to(self.path.resolve())
+        return not file.is_symlink() or Path(os.path.realpath(file)).is_relative_to(self.path.resolve())
 
     def name(self, index: int) -> str:
         return f"{self._names[index]} in {self.path}"
@@ -95,25 +98,28 @@ def _refuse_unreadable(error: OSError) -> None:
     ) from error
 
 
-def _read_list(path: Path) -> Iterator[tuple[str, list[str]]]:
+def _read_list(path: Path) -> Iterator[tuple[str, list[object]]]:
     """The image names and captions of a list, in its order; a name may occur several times."""
     number = 0
     try:
-        text = path.read_text("utf-8-sig")
-        json_rows = (json.loads(line) for line in text.split("\n") if line.strip())
+        text = read_regular(path, MAX_LIST_BYTES).decode("utf-8-sig")
+        json_rows = (parse_json(line) for line in text.split("\n") if line.strip())
         for row in json_rows if path.suffix == ".jsonl" else _table_rows(path, text):
             number += 1
             if row is None:
                 yield f"row {number} of {path.name}", []  # a sample without image and caption is counted as broken
                 continue
             name = next(str(row[key]) for key in IMAGE_KEYS if row.get(key) is not None)
-            captions = next(row[key] for key in CAPTION_KEYS if row.get(key) is not None)
+            values = [row[key] for key in CAPTION_KEYS if key in row]
+            captions = next((value for value in values if value is not None), values[0])
             captions = captions if isinstance(captions, list) else [captions]
             # Flickr8k numbers the captions of an image
-            yield re.sub(r"#\d+$", "", name.strip()), [str(caption) for caption in captions]
+            yield re.sub(r"#\d+$", "", name.strip()), captions
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({first_line(error)})", code="data.unreadable") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8; convert it (iconv -t UTF-8)", code="data.not_utf8") from error
-    except (ValueError, AttributeError, StopIteration) as error:
+    except (ValueError, AttributeError, IndexError, StopIteration) as error:
         raise UserError(
             f"{path}, row {max(number, 1)}: expected an image ({IMAGE_KEYS[0]}) and a caption ({CAPTION_KEYS[0]});"
             " double a quote inside quotes",

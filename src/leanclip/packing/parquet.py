@@ -9,7 +9,7 @@ import numpy as np
 
 from leanclip.data.files import expand, stat_all
 from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, read_image
-from leanclip.errors import UserError
+from leanclip.errors import UserError, first_line
 
 IMAGE_KEYS = ("image", "jpg", "img", "image_bytes", "bytes", "filepath", "image_path", "file_name", "path")
 CAPTION_KEYS = ("caption", "captions", "text", "txt", "title")
@@ -49,20 +49,21 @@ class Parquet(Packable):
         return self.__dict__ | {"_cursor": _Cursor()}
 
     def image_bytes(self, index: int) -> bytes:
-        image, path = self._read(index)[0].as_py(), None
+        image = self._read(index)[0]
         if isinstance(image, dict):
-            image, path = image.get("bytes"), image.get("path")
-        if isinstance(image, str):
-            image, path = None, image
-        if image:
-            return bytes(image)
-        return read_image(self.paths[self._location(index)[0]].parent, path or "", self.name(index))
+            image = image.get("bytes") or image.get("path")
+        if image and isinstance(image, bytes):
+            return image
+        if image and not isinstance(image, str):
+            value = f"{self._columns[0]} holds a value of type {type(image).__name__}"
+            raise BrokenSample("image", f"{self.name(index)}: {value}, not an image or a path")
+        return read_image(self.paths[self._location(index)[0]].parent, image or "", self.name(index))
 
     def captions(self, index: int) -> list[str]:
-        value = self._read(index)[1].as_py()
-        captions = [caption for caption in (value if isinstance(value, list) else [value]) if caption is not None]
+        value = self._read(index)[1]
+        captions = value if isinstance(value, list) else [value]
         try:
-            texts = [caption.decode("utf-8") if isinstance(caption, bytes) else str(caption) for caption in captions]
+            texts = [caption.decode("utf-8") if isinstance(caption, bytes) else caption for caption in captions]
         except UnicodeDecodeError as error:
             raise BrokenSample("encoding", f"the caption of {self.name(index)} is not UTF-8") from error
         return clean_captions(texts, self.name(index))
@@ -84,7 +85,7 @@ class Parquet(Packable):
         return int(np.searchsorted(self._starts, index, side="right")) - 1
 
     def _read(self, index: int) -> tuple[Any, Any]:
-        """The image and the caption of a row, as pyarrow scalars."""
+        """The image and the caption of a row."""
         cursor, group = self._cursor, self._group(index)
         if index == cursor.index:
             return cursor.row
@@ -92,8 +93,8 @@ class Parquet(Packable):
             cursor.rows, cursor.group, cursor.next_index = self._rows(group), group, int(self._starts[group])
         try:
             cursor.row = next(islice(cursor.rows, index - cursor.next_index, None))
-        except (OSError, ValueError, StopIteration) as error:  # pyarrow's errors derive from the first two
-            raise BrokenSample("row", f"{self.name(index)} cannot be read ({error})") from error
+        except Exception as error:  # a damaged file may state any size and type
+            raise BrokenSample("row", f"{self.name(index)} cannot be read ({first_line(error)})") from error
         cursor.index, cursor.next_index = index, index + 1
         return cursor.row
 
@@ -103,7 +104,7 @@ class Parquet(Packable):
         columns = list(self._columns)
         with _open(self.paths[file_number]) as file:
             for batch in file.iter_batches(ROWS_PER_READ, row_groups=[group], columns=columns, use_threads=False):
-                yield from zip(*(batch.column(name) for name in columns), strict=True)
+                yield from zip(*(map(_as_python, batch.column(name)) for name in columns), strict=True)
 
 
 class _Cursor:
@@ -112,6 +113,14 @@ class _Cursor:
     rows: Iterator[tuple[Any, Any]] = iter(())
     row: tuple[Any, Any] = (None, None)
     group = index = next_index = -1
+
+
+def _as_python(value: Any) -> Any:
+    """A value of pyarrow; a string that is not UTF-8 as bytes."""
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return value.as_buffer().to_pybytes()
 
 
 def _open(path: Path) -> Any:
@@ -123,8 +132,8 @@ def _open(path: Path) -> Any:
         ) from error
     try:
         return parquet.ParquetFile(path, buffer_size=1 << 20)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a parquet file ({error})", code="pack.not_parquet") from error
+    except Exception as error:  # a damaged file may state any size and type
+        raise UserError(f"{path} is not a parquet file ({first_line(error)})", code="pack.not_parquet") from error
 
 
 def _column(path: Path, file: Any, content: str, key: str | None, default_keys: tuple[str, ...]) -> str:
