@@ -1,6 +1,7 @@
 """Resuming runs that OpenCLIP started."""
 
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -13,15 +14,17 @@ from open_clip.loss import ClipLoss
 from test_cli_errors import refusal
 from test_openclip_flags import VIT
 
+from leanclip.checkpointing.openclip import OpenClipCheckpoint
 from leanclip.cli import main
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.train import parse_command
 from leanclip.data.datasets import BUNDLED
 from leanclip.models import with_temperature
 from leanclip.optim import scheduled, set_learning_rate
+from leanclip.optim.loss_scale import LossScale
 from leanclip.training import set_up
 from leanclip.training.step import training_step
-from refusal import refusal_code
+from refusal import refusal_code, refuses
 
 DATA = str(BUNDLED / "train-000000.tar")
 # pandas is only for OpenCLIP's tables, and this run has none.
@@ -149,6 +152,28 @@ def test_optimizer_state_that_does_not_fit_is_reported(begun, tmp_path):
     assert locked.context.optimizer.state_dict()["state"] == {}
     other = set_up_job(begun, tmp_path, "--opt", "lamb", "--loss", "infonce")
     assert "does not fit" in " ".join(other.notes)
+
+
+@pytest.mark.parametrize("epoch", [-1, True, 10**400, 2.0, "2", None])
+def test_an_impossible_epoch_is_refused(epoch, tmp_path):
+    torch.save({"epoch": epoch, "state_dict": {}}, tmp_path / "epoch.pt")
+    with refuses("resume.weights_only"):
+        OpenClipCheckpoint.read(tmp_path / "epoch.pt")
+
+
+def test_odd_values_of_optimizer_and_scaler_do_not_end_in_a_traceback(begun, tmp_path):
+    saved = torch.load(begun / "begun/checkpoints/epoch_2.pt", weights_only=True)
+    job = set_up_job(begun, tmp_path, "--loss", "infonce", "--epochs", "4")
+    scale, groups = LossScale(2.0, grows=True), saved["optimizer"]["param_groups"]
+    one = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
+    odd = [5, "x", [], {}, {"param_groups": 3}, {"param_groups": [1, 2]}, {"param_groups": groups, "state": 3},
+           {"param_groups": groups, "state": {0: 7}}, {"param_groups": groups, "state": {0: {"step": 1}}},
+           {"param_groups": groups, "state": {0: one}}]  # fmt: skip
+    for optimizer in odd:
+        for scaler in (5, {"scale": "x"}, {"scale": math.nan, "_growth_tracker": 0}, {"scale": 4.0}):
+            file = OpenClipCheckpoint(tmp_path, 2, optimizer, scaler)
+            shown = file.restore(job.model, job.context.loss, job.context.optimizer, scale)
+            assert "does not fit" in shown and "loss scale" not in shown and scale.value == 2.0
 
 
 def test_runs_that_cannot_resume_are_refused(begun, tmp_path, capsys):

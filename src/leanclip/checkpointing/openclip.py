@@ -1,9 +1,12 @@
 """Resumes an OpenCLIP run: its epoch_N.pt holds weights, epoch, optimizer and loss scale in one file."""
 
+import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
@@ -14,6 +17,7 @@ from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower, read_torch_file
 from leanclip.optim.loss_scale import LossScale
 
+MOST_EPOCHS = 2**31
 SAME_GRADIENT = ("infonce", "siglip")  # the losses whose temperature gradient equals OpenCLIP's
 
 
@@ -23,8 +27,8 @@ class OpenClipCheckpoint:
 
     path: Path
     epoch: int  # finished ones
-    optimizer: dict[str, Any] | None
-    scaler: dict[str, Any] | None
+    optimizer: Any
+    scaler: Any
 
     @classmethod
     def read(cls, path: Path) -> "OpenClipCheckpoint":
@@ -34,17 +38,20 @@ class OpenClipCheckpoint:
             raise UserError(
                 f"--resume {path}: not an OpenCLIP checkpoint: {error}", code="resume.not_openclip"
             ) from error
-        if not isinstance(content, dict) or not isinstance(content.get("epoch"), int) or "state_dict" not in content:
+        epoch = content.get("epoch") if isinstance(content, dict) and "state_dict" in content else None
+        if type(epoch) is not int or not 0 <= epoch < MOST_EPOCHS:
             raise UserError(
                 f"--resume {path}: the file has weights but no epoch to resume from; start from them: --pretrained",
                 code="resume.weights_only",
             )
-        return cls(path, content["epoch"], content.get("optimizer"), content.get("scaler"))
+        return cls(path, epoch, content.get("optimizer"), content.get("scaler"))
 
     def restore(self, model: TwoTower, loss: ContrastiveLoss, optimizer: Optimizer, scale: LossScale) -> str:
         """Load the state of optimizer and loss scale where it fits. Returns a sentence that lists what was loaded."""
         loaded, skipped = [f"the weights after epoch {self.epoch}", "the temperature"], ""
-        moments = self._moments(model, loss)
+        moments = None
+        with suppress(KeyError, TypeError, AttributeError, ValueError):  # of another program's file
+            moments = self._moments(model, loss)
         parameters = dict(model.clip.named_parameters()) | {
             name.rpartition(".")[2]: parameter for name, parameter in loss.named_parameters()
         }
@@ -61,8 +68,10 @@ class OpenClipCheckpoint:
             }
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
             loaded.append(f"AdamW's state of {len(state)} of {len(indices)} parameters")
-        if scale.grows and self.scaler:
-            scale.value, scale.good_steps = float(self.scaler["scale"]), int(self.scaler["_growth_tracker"])
+        saved_scale = self.scaler if isinstance(self.scaler, dict) else {}
+        value, steps = saved_scale.get("scale"), saved_scale.get("_growth_tracker")
+        if scale.grows and type(value) is float and math.isfinite(value) and value >= 1 and type(steps) is int:
+            scale.value, scale.good_steps = value, steps
             loaded.append("the loss scale")
         fresh = f"; {loss.name} starts with new per-sample state" if spec_of(loss.name).running else ""
         return f"from {self.path}: {', '.join(loaded)}{skipped}{fresh}"
@@ -90,7 +99,8 @@ class OpenClipCheckpoint:
             values = self.optimizer["state"].get(index)
             if values is None:
                 continue
-            if set(values) != {"step", "exp_avg", "exp_avg_sq"} or values["exp_avg"].shape != trained[name].shape:
+            shapes = {key: value.shape for key, value in values.items()}
+            if shapes != dict.fromkeys(("exp_avg", "exp_avg_sq"), trained[name].shape) | {"step": torch.Size()}:
                 return None
             values = {key: value.clone() for key, value in values.items()}  # independent of the mapped file
             if trained[name].requires_grad:
