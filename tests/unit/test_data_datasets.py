@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from shard_files import picture, sound, write_shard
 
-from leanclip.data import DataConfig, Shards, open_datasets, open_validation
+from leanclip.data import DataConfig, Shards, check_manifest, load_manifest, open_datasets, open_validation
 from leanclip.data.datasets import BUNDLED
 from leanclip.data.files import expand
+from leanclip.errors import UserError
 from refusal import refuses
 
 
@@ -60,6 +61,28 @@ def test_val_split_holds_out_without_overlap():
     assert val is not None and (val.ids == data.val.ids).all() and note == data.note is not None
     with refuses("data.empty_split", "--val-split"):
         open_datasets(DataConfig(val_split=1e-6), seed=4)
+
+
+VALID = {"name": "0.tar", "size": 10, "count": 3, "base": 0, "stamp": 5}
+DAMAGED = [
+    *({**VALID, key: value} for key in (*VALID, "version", "sample") if key != "name" for value in (-1, 1 << 70)),
+    {**VALID, "version": 3}, {**VALID, "count": float("inf")}, {**VALID, "base": 1}, {**VALID, "size": "x"}, {"name": "0.tar"}, 5, "text",
+]  # fmt: skip
+
+
+def test_a_manifest_with_impossible_values_is_refused(tmp_path):
+    path = tmp_path / "manifest.json"
+    assert load_manifest(path) is None
+    path.write_text(json.dumps([VALID, {**VALID, "base": 3, "version": 2}]))
+    assert load_manifest(path) == [VALID, {**VALID, "base": 3, "version": 2}]
+    for entry in DAMAGED:
+        with refuses("data.bad_manifest", "state.json"):
+            check_manifest([entry], "state.json")
+    for text in ("[" * 100_000, json.dumps([VALID]).replace("10", "1" + "0" * 400), "[", "{}", "null"):
+        path.write_text(text)
+        with pytest.raises(UserError) as raised:
+            load_manifest(path)
+        assert raised.value.code in ("data.bad_manifest", "file.bad_json")
 
 
 @pytest.mark.parametrize("samples", [{}, {"1.txt": b"x"}])

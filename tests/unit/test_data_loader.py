@@ -3,12 +3,15 @@
 import copy
 import io
 import json
+import multiprocessing
 import pickle
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -17,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from shard_files import exit_code, picture, sound, tokenizer, write_shard
+from torch.utils.data._utils import signal_handling
 
 from leanclip.data import Batch, BrokenCount, DataConfig, Shards, TrainingLoader, open_datasets, open_validation
 from leanclip.data.batch import MAX_PICKLED_BYTES
@@ -309,6 +313,31 @@ def test_a_batch_with_bfloat16_and_meta_tensors_is_pickled():
     received = copy.deepcopy(sent)
     assert received.images.dtype == torch.bfloat16 and received.tokens.is_meta
     assert received.sample_ids.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_killed_worker_ends_the_run_in_one_line(data, threads, monkeypatch):
+    """In the main thread torch reports it by a signal handler; in the prefetch thread the queue does."""
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+
+    def read_on():
+        others = multiprocessing.active_children()
+        next(loader.epoch(0))
+        for worker in set(multiprocessing.active_children()) - set(others):
+            worker.kill()
+        for epoch in range(100):
+            list(loader.epoch(epoch))
+
+    loader = loader_of(data, "plain", workers=1)
+    try:
+        with refuses("data.worker_killed", "--workers"):
+            if not threads:
+                read_on()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(read_on).result()
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 ORPHAN = """

@@ -1,5 +1,6 @@
 """Batches for training and for evaluation."""
 
+import contextlib
 import hashlib
 import math
 import os
@@ -15,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from leanclip.data.batch import Batch
 from leanclip.data.decode import Features, Transform, naming, training_sample, view_of_sample
 from leanclip.data.order import Order, Shuffle, Visits, WeightedVisits, sample_seed
 from leanclip.data.source import MAX_EXAMPLES, BrokenSample, Source
-from leanclip.errors import UserError
+from leanclip.errors import UserError, first_line
 
 PREFETCH_BATCHES = 2  # per worker
 PARENT_POLL_SECONDS = 1.0
@@ -83,7 +85,15 @@ class TrainingLoader:
 
 
 class _Loader(DataLoader):
-    """torch's loader without its warning about the number of workers."""
+    """torch's loader without its warning about the number of workers, and with one line for a worker that died."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        handler = signal.getsignal(signal.SIGCHLD)  # torch's raises wherever the main thread is
+        if getattr(handler, "__module__", None) == signal_handling.__name__ and callable(handler):
+            with contextlib.suppress(ValueError):  # in another thread, where the queue of batches reports it
+                signal.signal(signal.SIGCHLD, _dead_workers_in_one_line()(handler))
+        return batches
 
     def check_worker_number_rationality(self) -> None:
         pass
@@ -269,11 +279,26 @@ def view_batches(
     yield from _raise_errors(_data_loader(data, workers=workers, pin_memory=False))
 
 
+@contextlib.contextmanager
+def _dead_workers_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise UserError(
+            f"a process that loads data was killed ({first_line(error)}); if the memory was full, give fewer"
+            " --workers; continue with --resume latest",
+            code="data.worker_killed",
+        ) from error
+
+
 def _raise_errors(batches: Iterable[Any]) -> Iterator[Any]:
-    for batch in batches:
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch
+    with _dead_workers_in_one_line():
+        for batch in batches:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
 
 
 def _data_loader(data: Dataset, *, workers: int, **options: Any) -> DataLoader:

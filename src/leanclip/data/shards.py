@@ -16,6 +16,7 @@ import numpy as np
 from leanclip.data.files import MAX_OPEN_FILES, FileStat, OpenFiles, expand, is_remote, stat_all
 from leanclip.data.index import SCAN_THREADS, IndexedShard, open_index
 from leanclip.data.source import (
+    MANIFEST_VERSION,
     BrokenSample,
     Manifest,
     Part,
@@ -49,8 +50,10 @@ def check_manifest(content: Any, origin: str) -> Manifest:
         numbers = [entry[key] for entry in manifest for key in (*REQUIRED_KEYS, *entry) if key != "name"]
         if not all(0 <= number < 1 << 64 for number in numbers):
             raise ValueError("a negative or huge number")
-        if [entry["base"] for entry in manifest] != list(accumulate(counts, initial=0))[:-1]:
-            raise ValueError("ids with gaps")
+        if not manifest or [entry["base"] for entry in manifest] != list(accumulate(counts, initial=0))[:-1]:
+            raise ValueError("no files, or ids with gaps")
+        if manifest_version(manifest) > MANIFEST_VERSION:
+            raise ValueError("written by a newer leanclip")
         return manifest
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(
