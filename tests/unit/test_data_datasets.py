@@ -66,7 +66,8 @@ def test_val_split_holds_out_without_overlap():
 VALID = {"name": "0.tar", "size": 10, "count": 3, "base": 0, "stamp": 5}
 DAMAGED = [
     *({**VALID, key: value} for key in (*VALID, "version", "sample") if key != "name" for value in (-1, 1 << 70)),
-    {**VALID, "version": 3}, {**VALID, "count": float("inf")}, {**VALID, "base": 1}, {**VALID, "size": "x"}, {"name": "0.tar"}, 5, "text",
+    {**VALID, "version": 3}, {**VALID, "count": float("inf")}, {**VALID, "base": 1}, {**VALID, "size": "x"},
+    {"name": "0.tar"}, 5, "text",
 ]  # fmt: skip
 
 
