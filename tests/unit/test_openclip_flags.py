@@ -299,7 +299,9 @@ def test_documented_lines_run(name, places, tmp_path, capsys, monkeypatch):
     steps = [line["step"] for line in lines if line["kind"] == "train"]
     assert steps[-1] == 2 and (tmp_path / "run" / "checkpoints" / "last").exists()
     if any(word in line for word in ("--local-loss", "--zeroshot-frequency")):
-        assert "note: other settings have leanclip's defaults" in captured.err
+        assert "is ignored" in captured.err
+        said = "note: the loss is fastclip-v3, which is not OpenCLIP's" in captured.err
+        assert said == ("--pretrained" not in line and "--siglip" not in line)
 
 
 def test_forced_settings_reach_the_model(places):

@@ -52,7 +52,9 @@ def weights(tmp_path_factory):
 def test_a_run_and_its_dry_run_print_the_same_summary(tmp_path, capsys):
     flags = command(tmp_path, "--name", "x", "--loss", "fastclip-v3")
     dry, real = facts(finishes([*flags, "--dry-run"], capsys)), facts(finishes(flags, capsys))
-    assert dry == real and set(FACTS) <= set(real) and len(real) <= 14
+    assert dry.keys() == real.keys() >= set(FACTS) and len(real) <= 14
+    measured = {"device", "expected"}  # threads and seconds
+    assert all(dry[name] == real[name] for name in real.keys() - measured)
     assert str(tmp_path / "x") in real["run"] and "1,830 samples" in real["data"]
     assert (
         "rho 6.5" in real["loss"] and "gamma_min 0.2" in real["loss"] and real["batch"].startswith("4 on 1 process")

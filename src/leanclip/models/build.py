@@ -67,9 +67,10 @@ def check_vocabulary(model: TwoTower) -> None:
         return  # SigLIP's tokenizers count tokens that they never give
     tokenizer: Any = model.tokenizer
     tokens: int = getattr(tokenizer, "tokenizer", tokenizer).vocab_size
-    if model.clip.vocab_size < tokens:
+    vocabulary: int = (model.clip if hasattr(model.clip, "vocab_size") else model.clip.text).vocab_size  # CoCa's
+    if vocabulary < tokens:
         raise UserError(
-            f"{model.name} has a vocabulary of {model.clip.vocab_size} entries, and its tokenizer {tokens}",
+            f"{model.name} has a vocabulary of {vocabulary} entries, and its tokenizer {tokens}",
             code="model.small_vocabulary",
         )
 

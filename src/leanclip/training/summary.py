@@ -59,7 +59,7 @@ def _loss(job: Job) -> str:
 
 
 def _expected(job: Job) -> str:
-    """From steps that were measured while the run was set up."""
+    """From passes that were measured while the run was set up, without the optimizer and the data."""
     seconds, peak = job.seconds_per_step, job.peak_bytes
     hours = "" if seconds is None else _duration(seconds * (job.steps - job.position.step))
     memory = "" if peak is None else f"{peak / 2**30:,.1f} GiB"
@@ -68,7 +68,7 @@ def _expected(job: Job) -> str:
 
 def _duration(seconds: float) -> str:
     minutes = seconds / 60
-    return f"about {minutes / 60:,.1f} hours" if minutes >= 90 else f"about {max(1, round(minutes))} min"
+    return f"{minutes / 60:,.1f} hours or more" if minutes >= 90 else f"{max(1, round(minutes))} min or more"
 
 
 def _every(steps: int | None) -> str:
