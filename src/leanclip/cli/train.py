@@ -33,11 +33,11 @@ it ends the run; the same command with --name NAME --resume auto continues it. O
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand:
     recipe: str | None = common(None)
-    """Start from a recipe; `--recipe list` lists them, `--recipe show NAME` prints one."""
+    """Start from a recipe; `list` lists them, `show NAME` prints one."""
     config: str | None = common(None)
     """Start from a TOML file, such as a run's config.toml. It overrides the recipe."""
     dry_run: bool = common(False)
-    """Print the resolved run, draw one augmented batch, and stop."""
+    """Print the summary of the run, draw one augmented batch, and stop."""
     profile: bool = False
     """Time a few steps, print what bounds the run, and stop."""
     settings: TrainConfig = field(default_factory=TrainConfig)
