@@ -1,0 +1,175 @@
+"""Every file that a command reads and has not written in this run, damaged in many ways.
+
+What may come of it: the right data, a counted broken sample, or a UserError of one line. Never another exception, a hang,
+more than 2 GiB of memory, or other data from a file that leanclip protects by a checksum.
+"""
+
+import json
+import shutil
+
+import pytest
+from checkpoint_runs import TINY, train
+from data_forms import make_coco, make_csv, make_flickr_folder, make_listed_folder, make_parquet_bytes, make_tsv
+from file_fuzz import BINARY, Target, fuzz, samples
+from shard_files import sound, write_shard
+
+from leanclip.checkpointing.resume import SavedRun, find_checkpoint
+from leanclip.cli.train import parse_command
+from leanclip.data import Shards
+from leanclip.data.csv_table import Table
+from leanclip.data.shards import load_manifest
+from leanclip.models import ModelConfig, create_model
+from leanclip.packing.coco import Coco
+from leanclip.packing.folder import Folder
+from leanclip.packing.parquet import Parquet
+from leanclip.reporting import write_report
+from leanclip.runs.metrics import MetricsLog
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    assert train(folder, max_steps=4, eval_every=2, val_data=str(write_shard(folder / "val.tar", sound(6)))) == 0
+    return folder / "logs/run"
+
+
+def run_copy(finished_run, folder):
+    return shutil.copytree(finished_run, folder / "run")
+
+
+def index_cache(folder, _):
+    shard = write_shard(folder / "data.tar", sound(8))
+    Shards(str(shard))
+    (path,) = (entry for entry in (folder / "cache").rglob("*") if entry.is_file())
+    return Target(path, lambda: samples(Shards(str(shard))), exact=True, damages=(*BINARY, *BINARY))
+
+
+def manifest(folder, finished_run):
+    path = run_copy(finished_run, folder) / "manifest.json"
+    return Target(path, lambda: str(load_manifest(path)))
+
+
+def run_config(folder, finished_run):
+    path = run_copy(finished_run, folder) / "config.toml"
+    return Target(path, lambda: str(parse_command(["--config", str(path)])))
+
+
+def metrics_of_resumed_run(folder, finished_run):
+    path = run_copy(finished_run, folder) / "metrics.jsonl"
+
+    def resume():
+        log = MetricsLog(path, resume_at=2)
+        log.close()
+        return str(log.results)
+
+    return Target(path, resume)
+
+
+def checkpoint_state(folder, finished_run):
+    """A checkpoint that is damaged is skipped, and the one before it is used: other data, which the log names."""
+    run = run_copy(finished_run, folder)
+    newest = max((run / "checkpoints").glob("step_*"))
+
+    def resume():
+        path, warnings = find_checkpoint("latest", run)
+        saved = SavedRun.open(path)
+        if path == newest:
+            return json.dumps(saved.content, sort_keys=True), str(saved.position), str(saved.manifest)
+        assert warnings
+        return "the one before"
+
+    return Target(newest / "state.json", resume)
+
+
+def reported(name):
+    def target(folder, finished_run):
+        run = run_copy(finished_run, folder)
+        assert (run / name).is_file(), sorted(path.name for path in run.iterdir())
+        return Target(run / name, lambda: bool(write_report(run).read_bytes()))
+
+    return target
+
+
+def csv_table(folder, _):
+    path = make_csv(folder, 6)
+    return Target(path, lambda: samples(Table(path)))
+
+
+def tsv_table(folder, _):
+    path = make_tsv(folder, 6)
+    return Target(path, lambda: samples(Table(path)))
+
+
+def captions_list(make, name):
+    def target(folder, _):
+        make(folder / "images", 6)
+        (path,) = (folder / "images").rglob(name)
+        return Target(path, lambda: samples(Folder(folder / "images")))
+
+    return target
+
+
+def coco(folder, _):
+    path = make_coco(folder, 6)
+    return Target(path, lambda: samples(Coco(path)))
+
+
+def parquet(folder, _):
+    make_parquet_bytes(folder, 6)
+    return Target(folder / "1.parquet", lambda: samples(Parquet(folder)), damages=BINARY)
+
+
+def model_config(folder, _):
+    path = folder / "model.json"
+    path.write_text(json.dumps(TINY | {"quick_gelu": False, "custom_text": True}, indent=1))
+
+    def build():
+        model = create_model(ModelConfig(model=str(path)))
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    return Target(path, build)
+
+
+TARGETS = {
+    "index cache": (index_cache, 600),
+    "manifest": (manifest, 500),
+    "config.toml": (run_config, 400),
+    "metrics.jsonl, resumed": (metrics_of_resumed_run, 500),
+    "state.json": (checkpoint_state, 400),
+    "metrics.jsonl, reported": (reported("metrics.jsonl"), 250),
+    "run.json": (reported("run.json"), 250),
+    "panel.json": (reported("panel.json"), 250),
+    "CSV": (csv_table, 500),
+    "TSV": (tsv_table, 200),
+    "captions.txt": (captions_list(make_flickr_folder, "captions.txt"), 400),
+    "metadata.jsonl": (captions_list(make_listed_folder, "metadata.jsonl"), 400),
+    "COCO": (coco, 400),
+    "parquet": (parquet, 300),
+    "model config": (model_config, 300),
+}
+
+
+def run_fuzz(name, folder, finished_run, *, factor=1, seed=0):
+    make, cases = TARGETS[name]
+    return fuzz(make(folder, finished_run), cases=factor * cases, seed=seed)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("LEANCLIP_CACHE", str(tmp_path / "cache"))
+
+
+def test_the_number_of_cases():
+    assert sum(cases for _, cases in TARGETS.values()) >= 5000
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_damaged_file_gives_data_or_one_line(name, tmp_path, finished_run):
+    outcomes = run_fuzz(name, tmp_path, finished_run)
+    assert outcomes["other"] + outcomes["error"] + outcomes["same"] * (name == "index cache") > 20, outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+def test_many_more_damaged_files(name, tmp_path, finished_run):
+    run_fuzz(name, tmp_path, finished_run, factor=10, seed=1_000_000)
