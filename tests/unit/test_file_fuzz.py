@@ -1,7 +1,7 @@
 """Every file that a command reads and has not written in this run, damaged in many ways.
 
-What may come of it: the right data, a counted broken sample, or a UserError of one line. Never another exception, a hang,
-more than 2 GiB of memory, or other data from a file that leanclip protects by a checksum.
+What may come of it: the right data, a counted broken sample, or a UserError of one line. Never another exception, a
+hang, more than 2 GiB of memory, or other data from a file that leanclip protects by a checksum.
 """
 
 import json
