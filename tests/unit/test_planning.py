@@ -17,7 +17,7 @@ from leanclip.distributed import TrafficCounter, compare_traffic
 from leanclip.losses import LOSSES, ContrastiveLoss, LossOutput, create_loss
 from leanclip.models import ModelConfig, create_model
 from leanclip.ops.triton import configs
-from leanclip.planning import loss_kernels
+from leanclip.planning import compiled_cost, loss_kernels
 from leanclip.planning import step_prediction as predict
 from leanclip.planning.compiled_cost import traced_compile
 from leanclip.planning.gpu_model import GPUS, REFERENCE, gpu_named, read_gpu
@@ -412,6 +412,25 @@ def test_fused_operations_move_inputs_and_outputs_once():
         ("fused", "backward", 16), ("fused", "backward", 24), ("fused", "other", 12), ("fused", "other", 16),
         ("fused sums", "backward", 8),
     ]  # fmt: skip
+
+
+def test_compiled_code_is_traced_once_for_all_batch_sizes(small_model, monkeypatch):
+    """And gives at every size what a trace at that size gives, whole or in micro-batches."""
+    traced = []
+    real = compiled_cost._compile
+    monkeypatch.setattr(compiled_cost, "_compile", lambda flat: traced.append(1) or real(flat))
+
+    def step(parts):
+        return predict_step(config_of(small_model, 1024, compile="on"), samples=3000, caption_length=9, parts=parts)
+
+    monkeypatch.setattr(compiled_cost, "PROGRAMS", {})
+    apart = step(1), step(3)
+    monkeypatch.setattr(compiled_cost, "PROGRAMS", {})
+    predict_step(config_of(small_model, 300, compile="on"), samples=3000, caption_length=9)
+    count = len(traced)
+    assert step(1) == apart[0]
+    assert len(traced) == count
+    assert step(3) == apart[1]
 
 
 def test_compiling_recomputing_and_packing_need_less(small_model):

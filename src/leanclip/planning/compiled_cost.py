@@ -5,11 +5,17 @@ compiler's partitioner which tensors are kept for the backward pass. Matrix prod
 similar operations are kernels of their own. Connected operations between two of those are one fused kernel: it reads
 each input once and writes only the results that are read elsewhere. Sums over rows take one more kernel, which reads
 its inputs again.
+
+That takes seconds, so a function is traced once for all sizes of the batch. In that trace the first dimensions of its
+tensors are prime numbers, larger than any factor of a model's dimensions: what they divide grows with the batch.
 """
 
+import math
 import operator
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -32,14 +38,16 @@ FUSED = (  # beside all that PyTorch itself marks as pointwise
 SUMS = (aten.sum, aten.mean, aten.var_mean, aten.var)
 VIEWS = (aten._unsafe_view, aten.reshape, aten.alias, aten.detach)
 MANY = 4096  # elements: smaller sums over rows cost nothing extra
-MAX_PROGRAMS = 200
+COLOURS = 3
+SMALLEST_PRIME = 1009
 
 Program = Callable[..., Any]
+Sizes = dict[int, int]  # of a batch, by the prime that stood for it
 PROGRAMS: dict[Any, Program] = {}  # by function and form of the arguments
 
 
 def traced_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Stands for `torch.compile`: calls of a function on arguments of the same form share one program."""
+    """Stands for `torch.compile`: calls of a function that differ in the size of the batch share one program."""
     return partial(_call, function)
 
 
@@ -48,10 +56,9 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
     casts = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     key = (function, casts, Trace.current.capability, *flat.form)
     if key not in PROGRAMS:
-        if len(PROGRAMS) == MAX_PROGRAMS:
-            PROGRAMS.clear()
         PROGRAMS[key] = _compile(flat)
-    results = PROGRAMS[key](*flat.values)
+    values, flat.values = flat.values, []  # the program keeps `flat`, which must not keep them allocated
+    results = PROGRAMS[key](*values)
     return results[0] if len(results) == 1 else results
 
 
@@ -61,17 +68,22 @@ class _Flat(nn.Module):
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         super().__init__()
         self.function = function
-        self.leaves, self.spec = tree_flatten(args)
-        modules = [leaf for leaf in self.leaves if isinstance(leaf, nn.Module)]
+        leaves, self.spec = tree_flatten(args)
+        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
         # In a list, so that they are no submodules: compiled code would bind their weights.
         self.holder = [nn.ModuleList(modules)]
         self.weights = dict(self.holder[0].named_parameters()) | dict(self.holder[0].named_buffers())
-        self.places = [place for place, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        self.values = [*self.weights.values(), *(self.leaves[place] for place in self.places)]
-        constants = [leaf for leaf in self.leaves if not isinstance(leaf, Tensor | nn.Module)]
+        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        own = [leaves[place] for place in self.places]
+        self.values = [*self.weights.values(), *own]
+        self.primes = _primes([len(value) for value in own if _varies(value)])
+        order = {size: -1 - number for number, size in enumerate(self.primes)}
+        constants = [leaf for leaf in leaves if not isinstance(leaf, Tensor | nn.Module)]
         self.form = (
             *map(repr, modules), repr(constants), str(self.spec),
-            *((value.shape, value.dtype, value.requires_grad) for value in self.values),
+            *((tuple(value.shape), value.dtype, value.requires_grad) for value in self.weights.values()),
+            *((_with_first(value, order), value.dtype, value.requires_grad) for value in own),
         )  # fmt: skip
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
@@ -84,21 +96,48 @@ class _Flat(nn.Module):
         return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
+def _varies(value: Tensor) -> bool:
+    """Whether its first dimension is of the batch: not of a vector of weights, nor of the means of colours."""
+    return value.ndim > value.is_floating_point() and len(value) > COLOURS
+
+
+def _with_first(value: Tensor, replaced: Sizes) -> tuple[int, ...]:
+    return (replaced[len(value)], *value.shape[1:]) if _varies(value) else tuple(value.shape)
+
+
+def _primes(sizes: list[int]) -> Sizes:
+    """Another one for each size, in the same proportions: they decide what is kept."""
+    primes: Sizes = {}
+    factor = -(-SMALLEST_PRIME // min(sizes, default=1))
+    for size in sizes:
+        above = (n for n in count(size * factor) if n not in primes.values())
+        primes.setdefault(size, next(n for n in above if all(n % d for d in range(2, math.isqrt(n) + 1))))
+    return primes
+
+
 def _compile(flat: _Flat) -> Program:
     """Traced on tensors of its own, so that nothing is counted."""
     # The compiler takes a second to import.
+    from torch._functorch import config
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     module: Any = flat  # which need not be a graph
+    lowered = partial(_lowered, tuple(flat.primes.values()))
+    weights = len(flat.weights)
     mode = next(value.fake_mode for value in flat.values if isinstance(value, FakeTensor))
     with _disable_current_modes(), saved_tensors_hooks(_unchanged, _unchanged):
         with mode:
-            values = [_new(value).requires_grad_(value.requires_grad) for value in flat.values]
-        return aot_module_simplified(
-            module, values, _lowered, _lowered, min_cut_rematerialization_partition, select_decomp_table()
-        )
+            values = [
+                _new(tuple(value.shape) if number < weights else _with_first(value, flat.primes), value)
+                for number, value in enumerate(flat.values)
+            ]
+        # Strides of gradients would bind them to the primes.
+        with config.patch(guess_tangent_strides_as_outputs=False):
+            return aot_module_simplified(
+                module, values, lowered, lowered, min_cut_rematerialization_partition, select_decomp_table()
+            )
 
 
 def _unchanged(value: Tensor) -> Tensor:
@@ -106,8 +145,8 @@ def _unchanged(value: Tensor) -> Tensor:
     return value
 
 
-def _lowered(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    kernels = Kernels(gm)
+def _lowered(primes: tuple[int, ...], gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    kernels = Kernels(gm, primes)
 
     def run(values: list[Any]) -> list[Any]:
         return kernels.run(values)
@@ -119,7 +158,8 @@ def _lowered(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[A
 class Kernels:
     """A graph as kernels in the order of the graph, with the tensors that each uses for the last time."""
 
-    def __init__(self, module: GraphModule) -> None:
+    def __init__(self, module: GraphModule, primes: tuple[int, ...]) -> None:
+        self.primes = primes
         self.inputs = module.graph.find_nodes(op="placeholder")
         self.outputs: Any = module.graph.output_node().args[0]
         nodes = [node for node in module.graph.nodes if node.op == "call_function" and not is_view(node)]
@@ -146,16 +186,51 @@ class Kernels:
 
     def run(self, values: list[Any]) -> list[Any]:
         """Allocate as the kernels would, and count them. Empties `values`, so that the tensors can be freed."""
-        held: dict[Node, Any] = dict(zip(self.inputs, values, strict=True))
+        held = Held(zip(self.inputs, values, strict=True))
+        for node, value in held.items():
+            for traced, size in zip(node.meta["val"].shape, value.shape, strict=True):
+                held.sizes |= {prime: size * prime // traced for prime in self.primes if traced % prime == 0}
         values.clear()
         for step, dying in zip(self.steps, self.last_used, strict=True):
             if isinstance(step, Fusion):
                 step.run(held, dying)
             else:
-                held[step] = _evaluate(step, held)
+                held[step] = held.evaluate(step)
             for node in dying:
                 held.pop(node, None)
-        return [_value(node, held) if isinstance(node, Node) else None for node in self.outputs]
+        return [held.value(node) if isinstance(node, Node) else None for node in self.outputs]
+
+
+class Held(dict[Node, Any]):
+    """Results that are in memory, and the sizes of this batch."""
+
+    def __init__(self, inputs: Iterable[tuple[Node, Any]]) -> None:
+        super().__init__(inputs)
+        self.sizes: Sizes = {}
+
+    def value(self, node: Node) -> Any:
+        return self[node] if node in self or not is_view(node) else self.evaluate(node)
+
+    def evaluate(self, node: Node) -> Any:
+        args, kwargs = tree_map(self._argument, (node.args, node.kwargs))
+        target: Any = node.target
+        return target(*args, **kwargs)
+
+    def _argument(self, leaf: Any) -> Any:
+        if isinstance(leaf, Node):
+            return self.value(leaf)
+        return self.scaled(leaf) if type(leaf) is int else leaf
+
+    def scaled(self, number: int) -> int:
+        """A dimension, stride or number of bytes of the trace, for this batch."""
+        for prime, size in self.sizes.items():
+            if number % prime == 0 and number != sys.maxsize:
+                number = number // prime * size
+        return number
+
+    def new(self, like: Tensor) -> Tensor:
+        shape, stride = (tuple(map(self.scaled, numbers)) for numbers in (like.shape, like.stride()))
+        return torch.empty_strided(shape, stride, dtype=like.dtype)
 
 
 def _groups(nodes: list[Node]) -> list[list[Node]]:
@@ -174,24 +249,12 @@ def _groups(nodes: list[Node]) -> list[list[Node]]:
     return groups + open_groups
 
 
-def _value(node: Node, held: dict[Node, Any]) -> Any:
-    return held[node] if node in held or not is_view(node) else _evaluate(node, held)
-
-
-def _evaluate(node: Node, held: dict[Node, Any]) -> Any:
-    args, kwargs = tree_map(
-        lambda leaf: _value(leaf, held) if isinstance(leaf, Node) else leaf, (node.args, node.kwargs)
-    )
-    target: Any = node.target
-    return target(*args, **kwargs)
-
-
 class Fusion(NamedTuple):
     """One group of fused operations."""
 
     reads: list[Node]
     writes: list[Node]
-    kernels: list[tuple[str, int]]  # kind and bytes
+    kernels: list[tuple[str, list[int]]]  # kind, bytes of each tensor
 
     @classmethod
     def of(cls, group: list[Node], read: set[Node]) -> "Fusion":
@@ -213,31 +276,31 @@ class Fusion(NamedTuple):
                         waiting.append(source)
             return loads
 
-        kernels: list[tuple[str, int]] = []
+        kernels: list[tuple[str, list[int]]] = []
         reads: dict[Node, None] = {}
         mapped = [node for node in writes if node not in sums]
         for kind, results, in_memory in (("fused sums", sums, [*writes, *sums]), ("fused", mapped, sums)):
             if results:
                 loads = loaded(results, in_memory)
-                kernels.append((kind, sum(map(size, [*results, *loads]))))
+                kernels.append((kind, [size for node in (*results, *loads) for size in sizes(node)]))
                 reads |= loads
         return cls([node for node in reads if node not in group], writes, kernels)
 
-    def run(self, held: dict[Node, Any], dying: list[Node]) -> None:
+    def run(self, held: Held, dying: list[Node]) -> None:
         spare = [node for node in dying if node in held and node in self.reads]
         for node in self.writes:
-            reused = next((other for other in spare if size(other) == size(node)), None)
+            reused = next((other for other in spare if sum(sizes(other)) == sum(sizes(node))), None)
             if reused is not None:  # written in the place of an input that is not used again
                 spare.remove(reused)
                 held.pop(reused)
-            held[node] = tree_map(_new, node.meta["val"])
+            held[node] = tree_map(held.new, node.meta["val"])
         trace = Trace.current
         for kind, moved in self.kernels:
-            trace.launch(Kernel(kind, trace.phase, 0, moved, 4))
+            trace.launch(Kernel(kind, trace.phase, 0, sum(map(held.scaled, moved)), 4))
 
 
-def _new(like: Tensor) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+def _new(shape: Sequence[int], like: Tensor) -> Tensor:
+    return torch.empty_strided(shape, like.stride(), dtype=like.dtype).requires_grad_(like.requires_grad)
 
 
 def sources(node: Node) -> list[Node]:
@@ -279,9 +342,10 @@ def over_rows(node: Node) -> bool:
     return summed.numel() >= MANY and any(summed.shape[dim] > 1 for dim in outer)
 
 
-def size(node: Node) -> int:
+def sizes(node: Node) -> list[int]:
+    """Bytes of its results."""
     value = node.meta.get("val")
-    return sum(bytes_of(part) for part in (value if isinstance(value, tuple | list) else [value]) if part is not None)
+    return [bytes_of(part) for part in (value if isinstance(value, tuple | list) else [value]) if part is not None]
 
 
 def _packet(node: Node) -> Any:
