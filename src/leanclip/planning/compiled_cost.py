@@ -12,6 +12,7 @@ tensors are prime numbers, larger than any factor of a model's dimensions: what 
 
 import math
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -40,10 +41,9 @@ VIEWS = (aten._unsafe_view, aten.reshape, aten.alias, aten.detach)
 MANY = 4096  # elements: smaller sums over rows cost nothing extra
 COLOURS = 3
 SMALLEST_PRIME = 1009
+MOMENTUM = re.compile("momentum=[^,)]*")  # of batch norms: micro-batches change it, which costs nothing
 
-Program = Callable[..., Any]
 Sizes = dict[int, int]  # of a batch, by the prime that stood for it
-PROGRAMS: dict[Any, Program] = {}  # by function and form of the arguments
 
 
 def traced_compile(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,14 +52,26 @@ def traced_compile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:
-    flat = _Flat(function, args)
-    casts = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    key = (function, casts, Trace.current.capability, *flat.form)
-    if key not in PROGRAMS:
-        PROGRAMS[key] = _compile(flat)
+    flat, trains = _Flat(function, args), torch.is_grad_enabled()
+    casts = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    programs = PROGRAMS.setdefault((function, casts, Trace.current.capability, *flat.form), {})
     values, flat.values = flat.values, []  # the program keeps `flat`, which must not keep them allocated
-    results = PROGRAMS[key](*values)
+    trained = tuple(value.requires_grad for value in values)
+    if trained not in programs and (trains or not programs):
+        programs[trained] = _compile(flat, values)
+    results = programs[trained].train(*values) if trains else next(iter(programs.values())).embed(values)
     return results[0] if len(results) == 1 else results
+
+
+class Program(NamedTuple):
+    """A compiled function: with both passes, and without gradients."""
+
+    train: Callable[..., Any]
+    embed: Callable[[list[Any]], Any]
+
+
+PROGRAMS: dict[Any, dict[tuple[bool, ...], Program]] = {}
+"""By function and form of the arguments, then by what has gradients. Any of them computes without."""
 
 
 class _Flat(nn.Module):
@@ -81,9 +93,9 @@ class _Flat(nn.Module):
         order = {size: -1 - number for number, size in enumerate(self.primes)}
         constants = [leaf for leaf in leaves if not isinstance(leaf, Tensor | nn.Module)]
         self.form = (
-            *map(repr, modules), repr(constants), str(self.spec),
-            *((tuple(value.shape), value.dtype, value.requires_grad) for value in self.weights.values()),
-            *((_with_first(value, order), value.dtype, value.requires_grad) for value in own),
+            *(MOMENTUM.sub("", repr(module)) for module in modules), repr(constants), str(self.spec),
+            *((tuple(value.shape), value.dtype) for value in self.weights.values()),
+            *((_with_first(value, order), value.dtype) for value in own),
         )  # fmt: skip
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
@@ -93,7 +105,9 @@ class _Flat(nn.Module):
         (holder,) = self.holder
         holder.forward = lambda: self.function(*tree_unflatten(leaves, self.spec))
         output = torch.func.functional_call(holder, dict(zip(self.weights, values, strict=False)), ())
-        return (output,) if isinstance(output, Tensor) else tuple(output)
+        outputs = (output,) if isinstance(output, Tensor) else tuple(output)
+        self.results = len(outputs)
+        return outputs
 
 
 def _varies(value: Tensor) -> bool:
@@ -115,7 +129,7 @@ def _primes(sizes: list[int]) -> Sizes:
     return primes
 
 
-def _compile(flat: _Flat) -> Program:
+def _compile(flat: _Flat, values: list[Tensor]) -> Program:
     """Traced on tensors of its own, so that nothing is counted."""
     # The compiler takes a second to import.
     from torch._functorch import config
@@ -124,20 +138,47 @@ def _compile(flat: _Flat) -> Program:
     from torch._inductor.decomposition import select_decomp_table
 
     module: Any = flat  # which need not be a graph
-    lowered = partial(_lowered, tuple(flat.primes.values()))
-    weights = len(flat.weights)
-    mode = next(value.fake_mode for value in flat.values if isinstance(value, FakeTensor))
-    with _disable_current_modes(), saved_tensors_hooks(_unchanged, _unchanged):
+    primes, weights = tuple(flat.primes.values()), len(flat.weights)
+    graphs: list[Graph] = []  # of the forward pass, then the backward pass
+    saved_after: list[int] = []  # outputs of the forward pass
+
+    def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        saved_after.append(num_fwd_outputs)
+        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+
+    def lower(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        graphs.append(gm.graph)
+        kernels = Kernels(gm.graph, primes)
+
+        def run(values: list[Any]) -> list[Any]:
+            return kernels.run(values)
+
+        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]  # the list is emptied
+        return run
+
+    mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+    with _disable_current_modes(), saved_tensors_hooks(_unchanged, _unchanged), torch.enable_grad():
         with mode:
-            values = [
+            examples = [
                 _new(tuple(value.shape) if number < weights else _with_first(value, flat.primes), value)
-                for number, value in enumerate(flat.values)
+                for number, value in enumerate(values)
             ]
         # Strides of gradients would bind them to the primes.
         with config.patch(guess_tangent_strides_as_outputs=False):
-            return aot_module_simplified(
-                module, values, lowered, lowered, min_cut_rematerialization_partition, select_decomp_table()
-            )
+            train = aot_module_simplified(module, examples, lower, lower, partition, select_decomp_table())
+    outputs: Any = graphs[0].output_node().args[0]
+    results = outputs[: saved_after[0] if saved_after else None][-flat.results :]  # after updated buffers
+    return Program(train, Kernels(_only(graphs[0], results), primes).run)
+
+
+def _only(graph: Graph, results: Sequence[Node]) -> Graph:
+    """What computes these results."""
+    copies: dict[Node, Node] = {}
+    pruned = Graph()
+    pruned.graph_copy(graph, copies)
+    pruned.output([copies[node] for node in results])
+    pruned.eliminate_dead_code()
+    return pruned
 
 
 def _unchanged(value: Tensor) -> Tensor:
@@ -145,24 +186,14 @@ def _unchanged(value: Tensor) -> Tensor:
     return value
 
 
-def _lowered(primes: tuple[int, ...], gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    kernels = Kernels(gm, primes)
-
-    def run(values: list[Any]) -> list[Any]:
-        return kernels.run(values)
-
-    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]  # the list is emptied
-    return run
-
-
 class Kernels:
     """A graph as kernels in the order of the graph, with the tensors that each uses for the last time."""
 
-    def __init__(self, module: GraphModule, primes: tuple[int, ...]) -> None:
+    def __init__(self, graph: Graph, primes: tuple[int, ...]) -> None:
         self.primes = primes
-        self.inputs = module.graph.find_nodes(op="placeholder")
-        self.outputs: Any = module.graph.output_node().args[0]
-        nodes = [node for node in module.graph.nodes if node.op == "call_function" and not is_view(node)]
+        self.inputs = graph.find_nodes(op="placeholder")
+        self.outputs: Any = graph.output_node().args[0]
+        nodes = [node for node in graph.nodes if node.op == "call_function" and not is_view(node)]
         groups = _groups(nodes)
         group_of = {node: number for number, group in enumerate(groups) for node in group}
         returned = {root(node) for node in self.outputs if isinstance(node, Node)}
