@@ -13,6 +13,7 @@ from leanclip.training.model_setup import model_for_run, tower_depth
 USABLE = 0.92  # of the memory: the allocator cannot fill every gap, CUDA and NCCL take some for themselves
 MICRO_BATCHES = (512, 128, 32, 8)  # tried for the largest batch
 UNIT = 1024  # samples: a rank's share of the largest batch is a multiple
+MOST_TRACES = 7  # in the search for it
 BUCKET = 25 << 20  # bytes of the last gradients, whose averaging the backward pass cannot hide
 SUMMED = ("state", "sums", "batch norm")  # by an all-reduce; everything else is gathered
 
@@ -83,19 +84,23 @@ class Planner:
     def fits(self, config: TrainConfig, micro_batch: int) -> bool:
         return micro_batch >= 1 and self.step(config, micro_batch).needed <= self.room
 
+    def _memory_of_a_sample(self, config: TrainConfig) -> tuple[int, float]:
+        """Bytes without activations, and activations per sample of a micro-batch, from the trace of the share."""
+        share = share_of(config, self.ranks)
+        whole = self.step(config, share)
+        activations = whole.memory["activations"]
+        return whole.needed - activations - whole.memory["gradients"] + whole.trained_bytes, activations / share
+
     def largest_micro_batch(self, config: TrainConfig) -> int:
         """The largest that fits, a multiple of eight if possible; 0 for none.
 
-        The trace of the whole share gives the memory of a sample; the estimate from it is traced, and lowered until
-        it fits.
+        The estimate from the trace of the whole share is traced, and lowered until it fits.
         """
         share = share_of(config, self.ranks)
-        whole = self.step(config, share)
-        if whole.needed <= self.room:
+        if self.fits(config, share):
             return share
-        activations = whole.memory["activations"]
-        fixed = whole.needed - activations - whole.memory["gradients"] + whole.trained_bytes
-        micro = min(share - 1, int((self.room - fixed) / max(1.0, activations / share)))
+        fixed, activations = self._memory_of_a_sample(config)
+        micro = min(share - 1, int((self.room - fixed) / max(1.0, activations)))
         while micro >= 1:
             micro = micro if micro < 8 else micro - micro % 8
             if self.fits(config, micro):
@@ -126,8 +131,9 @@ class Planner:
         blocks = tower_depth(model_for_run(config, shapes_only=True))
         if blocks is None:
             return everything
-        above = self.step(config, micro).needed - self.room
-        saved = self.step(config, micro).peak - self.step(everything, micro).peak
+        fixed, activations = self._memory_of_a_sample(config)
+        above = fixed + activations * micro - self.room
+        saved = activations * micro - self.step(everything, micro).memory["activations"]
         numbers = range(max(1, math.floor(blocks * above / max(1, saved))), blocks)
         fewer = (_recomputing(config, number) for number in numbers)
         return next((tried for tried in fewer if self.fits(tried, micro)), everything)
@@ -156,34 +162,22 @@ class Planner:
     def largest_batch(self, config: TrainConfig) -> int:
         """The largest global batch, of the data's samples at most, that fits in micro-batches; 0 for none.
 
-        With micro-batches only pixels, embeddings and the loss grow with the batch. Two small batches give the slope,
-        and the result is traced too.
+        Micro-batches take at most half of the free memory. Lines through the last two traces lead to the result.
         """
-
-        def step(share: int, micro: int) -> Predicted:
+        fixed, activations = self._memory_of_a_sample(config)
+        small = (size for size in MICRO_BATCHES if 2 * size * activations <= self.room - fixed)
+        micro = config.parallel.micro_batch or next(small, MICRO_BATCHES[-1])
+        most = max(self.samples // self.ranks // UNIT * UNIT, UNIT)
+        last, share, needed = 0, UNIT, {0: 0}
+        while share not in needed and len(needed) <= MOST_TRACES:
             data = replace(config.data, global_batch_size=share * self.ranks)
-            return self.step(replace(config, data=data), micro)
-
-        def leaves_half(micro: int) -> bool:
-            """Of the free memory, to the batch."""
-            first = step(UNIT, micro)
-            return 2 * first.memory["activations"] <= self.room - first.peak + first.memory["activations"]
-
-        sizes = (config.parallel.micro_batch,) if config.parallel.micro_batch else MICRO_BATCHES
-        micro = next(filter(leaves_half, sizes), sizes[-1])
-        first = step(UNIT, micro)
-        if first.needed > self.room:
-            return 0
-        slope = (step(4 * UNIT, micro).needed - first.needed) / (3 * UNIT)
-        share = UNIT + int((self.room - first.needed) / max(1.0, slope))
-        share = min(share, max(self.samples // self.ranks, UNIT))
-        while share > UNIT:
-            share -= share % UNIT
-            memory = step(share, micro).needed
-            if memory <= self.room:
-                break
-            share = min(share - UNIT, int(share * self.room / memory))
-        return max(share, UNIT) * self.ranks
+            step = self.step(replace(config, data=data), micro)
+            needed[share] = step.needed
+            # The first slope is that of the pixels: the batch's and those of the next one.
+            grown = needed[share] - needed[last] if last else 2 * step.memory["batch"]
+            line = share + (self.room - step.needed) * (share - last) / max(1, grown)
+            last, share = share, min(max(int(line) // UNIT * UNIT, UNIT), most)
+        return max(size for size, memory in needed.items() if memory <= self.room) * self.ranks
 
 
 def _recomputing(config: TrainConfig, blocks: bool | int) -> TrainConfig:
