@@ -6,7 +6,7 @@ from leanclip.cli import main
 from leanclip.cli.plan import does_not_fit, duration, parse_count
 from leanclip.data import DataConfig
 from leanclip.planning.gpu_model import gpu_named
-from leanclip.planning.planner import Planner
+from leanclip.planning.planner import Planner, proposed_batch
 from leanclip.runs.config import ParallelConfig, TrainConfig
 from refusal import refusal_code
 
@@ -54,6 +54,31 @@ def test_the_command_starts_as_many_processes_as_planned(capsys, small_model):
     _, out, _ = plan(capsys, *flags, "--global-batch-size", "1200", "--grad-checkpointing", "1")
     assert "--nnodes 2 " in out and "--nproc-per-node 6 " in out
     assert out.count("--grad-checkpointing 1") == 1
+
+
+def test_an_assumed_gpu_and_a_proposed_batch_are_named(capsys, small_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("leanclip.cli.plan.Planner.largest_batch", lambda *_: 4096)
+    config = tmp_path / "config.toml"
+    config.write_text(f'model = "{small_model}"\ncompile = "off"\n')
+    flags = ("--config", str(config), "--gpu-memory", "24", "--samples", "9.2M")
+    _, out, _ = plan(capsys, *flags)
+    assert "on 1 x A10 (assumed), 24 GB" in out and "A10 is assumed; name yours with --gpu: H200, " in out
+    assert "batch:         2,048 is proposed" in out and "--global-batch-size 2048" in out
+    _, out, _ = plan(capsys, *flags, "--gpu", "L4", "--global-batch-size", "64")
+    assert "L4, 24 GB" in out and "is assumed" not in out and "is proposed" not in out
+
+
+@pytest.mark.parametrize(
+    ("samples", "gpus", "batch"),
+    [
+        (2_723_840, 8, 1024), (9_187_328, 4, 2048), (315_658_316, 8, 5120),  # as published
+        (2_723_840, 64, 64 * 64),  # enough for each GPU
+        (40_000, 1, 384), (2000, 1, 128), (100, 1, 64),  # enough steps in an epoch
+    ],
+)  # fmt: skip
+def test_the_proposed_batch(samples, gpus, batch):
+    assert proposed_batch(samples, gpus) == batch
 
 
 @pytest.mark.parametrize("named", ["config", "flag", None])
@@ -112,7 +137,16 @@ def test_fsdp_is_advised_on_several_gpus(gpus, fsdp, advised):
     ("flags", "refused"),
     [
         (["--samples", "many"], "plan.bad_samples"),
+        (["--samples", "1" + "0" * 400], "plan.bad_samples"),
+        (["--samples", "1e400"], "plan.bad_samples"),
+        (["--samples", "9e18"], "plan.bad_samples"),
+        (["--samples=-3M"], "plan.bad_samples"),
+        (["--samples", "nanM"], "plan.bad_samples"),
+        (["--global-batch-size", str(10**11), "--samples", str(10**12)], "plan.batch_too_large"),
         (["--gpus", "0"], "config.bad_value"),
+        (["--gpus", str(10**12)], "config.bad_value"),
+        (["--gpu-memory", "1e300"], "config.bad_value"),
+        (["--gpu-memory=-24"], "config.bad_value"),
         (["--network", "string"], "config.bad_value"),
         (["--gpu", "Voodoo2"], "plan.unknown_gpu"),
         (["--loss", "hinge"], "loss.unknown"),

@@ -3,6 +3,7 @@
 import csv
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,16 @@ def test_the_largest_micro_batch_that_fits(small_model):
     assert 8 <= micro < 1000 and micro % 8 == 0
     assert planner.fits(config, micro) and not planner.fits(config, 2 * micro)
     assert largest(whole.needed // 1000) == 0
+
+
+def test_a_plan_takes_few_traces(small_model):
+    planner = Planner(samples=10**7, ranks=2, gpu=gpu_named("A10"), room=3 * GIB)
+    config = config_of(small_model, 4096)
+    assert len(list(planner.options(config))) == len(planner.traced) == 1
+    largest = planner.largest_batch(config)
+    assert len(planner.traced) <= 4
+    data = replace(config.data, global_batch_size=largest)
+    assert 0.99 * planner.room < planner.step(replace(config, data=data), 512).needed <= planner.room
 
 
 @pytest.mark.slow

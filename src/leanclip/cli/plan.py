@@ -18,7 +18,7 @@ from leanclip.models import model_config_of
 from leanclip.planning.gpu_measurement import measured_gpu
 from leanclip.planning.gpu_model import GPUS, GpuModel, gpu_named
 from leanclip.planning.network import NETWORKS
-from leanclip.planning.planner import USABLE, Option, Planner, share_of
+from leanclip.planning.planner import LEAST_SHARE, USABLE, Option, Planner, proposed_batch, share_of
 from leanclip.planning.step_prediction import PARTS, loss_memory
 from leanclip.planning.step_trace import UNTRACED
 from leanclip.progress import make_console
@@ -29,7 +29,8 @@ from leanclip.settings import common
 
 DESCRIPTION = """Predict memory, speed and communication of a training run, without running it and without a GPU.
 
-Takes all flags of `leanclip train`, recipes and TOML files too, and prints the command to run.
+Takes all flags of `leanclip train`, recipes and TOML files too, and prints the command to run. Without
+--global-batch-size or --batch-size it proposes a batch.
 
   leanclip plan --model ViT-B-32 --gpus 8 --gpu-memory 40 --global-batch-size 32768 --samples 400M
   leanclip plan --model ViT-B-16 --gpus 2 --gpu RTX4090 --network pcie --global-batch-size 4096 --samples 3M --compare
@@ -39,6 +40,7 @@ GIB = 2**30
 UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 TIMES = {"hours": 3600, "minutes": 60, "seconds": 1}
 GPUS_PER_HOST = 8
+MOST_GPUS, MOST_MEMORY, MOST_SAMPLES, MOST_SHARE = 10_000, 10_000, 10**12, 1 << 20  # of each GPU: GB, batch
 PLAN_FLAGS = (
     "--gpus", "--gpu", "--gpu-memory", "--samples", "--network", "--caption-length", "--compare", "--no-compare",
 )  # fmt: skip
@@ -55,7 +57,7 @@ class PlanCommand:
     """Number of GPUs, one process each."""
     gpu: str | None = common(None)
     """Model of the GPUs, such as A100-40GB; an unknown name lists the known ones. Default: the one of this machine,
-    otherwise the smallest known with --gpu-memory."""
+    otherwise the smallest known with --gpu-memory (80 if not set), which the output names."""
     gpu_memory: float | None = common(None)
     """GB of memory of each. Default: all that the GPU has."""
     samples: str = common("1M")
@@ -70,10 +72,10 @@ class PlanCommand:
     settings: TrainConfig = field(default_factory=TrainConfig, metadata={"common": False})  # --help leaves them out
 
     def __post_init__(self) -> None:
-        if self.gpus < 1:
-            raise ValueError(f"--gpus is {self.gpus}; it must be at least 1")
-        if self.gpu_memory is not None and self.gpu_memory <= 0:
-            raise ValueError(f"--gpu-memory is {self.gpu_memory}; it must be positive, in GB")
+        if not 1 <= self.gpus <= MOST_GPUS:
+            raise ValueError(f"--gpus is {self.gpus}; it must be from 1 to {MOST_GPUS:,}")
+        if self.gpu_memory is not None and not 0 < self.gpu_memory <= MOST_MEMORY:
+            raise ValueError(f"--gpu-memory is {self.gpu_memory}; it must be positive and at most {MOST_MEMORY:,} GB")
         if self.network is not None and self.network not in NETWORKS:
             raise ValueError(f"unknown --network {self.network!r}; choose from {', '.join(NETWORKS)}")
         if self.caption_length < 3:
@@ -92,8 +94,14 @@ def run(arguments: list[str]) -> None:
     samples = parse_count(command.samples)
     status = make_console(stderr=True).status("")  # shows at a terminal what is being done
     with status:
-        gpu = gpu_of(command, status.update)
+        gpu, notes = gpu_of(command, status.update)
         config = resolved(command, samples)
+        proposed = without_batch(command.settings)
+        if proposed:
+            notes.append(
+                f"batch:         {share_of(config, 1):,} is proposed: the published one for {samples:,} samples, at"
+                f" least {LEAST_SHARE} on each GPU; --global-batch-size sets another"
+            )
         planner = Planner(
             samples=samples,
             ranks=command.gpus,
@@ -106,10 +114,10 @@ def run(arguments: list[str]) -> None:
         with traceable(config):
             options = sorted(planner.options(config), key=lambda option: option.seconds)
     if options:
-        show(options, planner, console)
+        show(options, planner, notes, console)
         if command.compare:
             console.print(comparison(options[0], samples))
-        console.print(f"run:           {command_line(options[0], arguments)}")
+        console.print(f"run:           {command_line(options[0], arguments, proposed)}")
     with status, traceable(config):
         planner.report = lambda doing: status.update(f"the largest batch: {doing}")
         largest = planner.largest_batch(config)
@@ -121,9 +129,10 @@ def run(arguments: list[str]) -> None:
         console.print(f"(captions of {command.caption_length:g} tokens on average, --caption-length)", style="dim")
 
 
-def show(options: list[Option], planner: Planner, console: Console) -> None:
+def show(options: list[Option], planner: Planner, notes: list[str], console: Console) -> None:
     best, gpu = options[0], planner.gpu
-    console.print(f"{title(best.config)} on {planner.ranks} x {gpu.name}, {gpu.memory / 1e9:.0f} GB")
+    title_line = f"{title(best.config)} on {planner.ranks} x {gpu.name}, {gpu.memory / 1e9:.0f} GB"
+    console.print(title_line, *notes, sep="\n")
     console.print(memory_table(best, planner))
     console.print(*lines(best, planner), sep="\n")
     for other in options[1:]:
@@ -143,17 +152,20 @@ def parse_count(text: str) -> int:
     """A number of samples: 400M, 2.7m, 1,830."""
     unit = UNITS.get(text[-1:].lower(), 1)
     try:
-        number = int(float(text[:-1] if unit > 1 else text.replace(",", "").replace("_", "")) * unit)
+        number = float(text[:-1] if unit > 1 else text.replace(",", "").replace("_", "")) * unit
     except ValueError:
-        number = 0
-    if number < 1:
-        raise UserError(
-            f"--samples {text}: expected a number such as 400M, 2.7M or 315658316", code="plan.bad_samples"
+        number = 0.0
+    if not 1 <= number <= MOST_SAMPLES:
+        message = (
+            f"--samples {text[:80]}: expected a number such as 400M, 2.7M or 315658316, at most {MOST_SAMPLES:,}"
         )
-    return number
+        raise UserError(message, code="plan.bad_samples")
+    return int(number)
 
 
-def gpu_of(command: PlanCommand, report: Callable[[str], object]) -> GpuModel:
+def gpu_of(command: PlanCommand, report: Callable[[str], object]) -> tuple[GpuModel, list[str]]:
+    """The model of the GPUs, and a line that says so where it is assumed."""
+    notes: list[str] = []
     if command.gpu is not None:
         gpu = gpu_named(command.gpu)
     elif torch.cuda.is_available():
@@ -161,8 +173,10 @@ def gpu_of(command: PlanCommand, report: Callable[[str], object]) -> GpuModel:
         gpu = measured_gpu(torch.device("cuda"))
     else:
         large_enough = [name for name, nominal in GPUS.items() if nominal.memory >= (command.gpu_memory or 80)]
-        gpu = gpu_named(min(large_enough, key=lambda name: GPUS[name].memory, default="H200"))
-    return gpu if command.gpu_memory is None else replace(gpu, memory=int(command.gpu_memory * 1e9))
+        name = min(large_enough, key=lambda name: GPUS[name].memory, default="H200")
+        gpu = replace(gpu_named(name), name=f"{name} (assumed)")
+        notes.append(f"gpu:           {name} is assumed; name yours with --gpu: {', '.join(GPUS)}")
+    return gpu if command.gpu_memory is None else replace(gpu, memory=int(command.gpu_memory * 1e9)), notes
 
 
 def resolved(command: PlanCommand, samples: int) -> TrainConfig:
@@ -173,7 +187,19 @@ def resolved(command: PlanCommand, samples: int) -> TrainConfig:
     model_config_of(model)
     run = replace(settings.run, device="cuda", precision=settings.run.precision or "amp_bf16", name=None)
     settings = replace(settings, run=run, model=replace(settings.model, model=model, pretrained=None))
-    return fill(settings, samples=samples, processes=command.gpus)
+    if without_batch(settings):
+        settings = replace(
+            settings, data=replace(settings.data, global_batch_size=proposed_batch(samples, command.gpus))
+        )
+    config = fill(settings, samples=samples, processes=command.gpus)
+    if (share := share_of(config, command.gpus)) > MOST_SHARE:
+        message = f"a batch of {share:,} on each GPU is not planned; the limit is {MOST_SHARE:,}"
+        raise UserError(message, code="plan.batch_too_large")
+    return config
+
+
+def without_batch(settings: TrainConfig) -> bool:
+    return settings.data.global_batch_size is None and settings.data.batch_size is None
 
 
 def title(config: TrainConfig) -> str:
@@ -268,7 +294,7 @@ def does_not_fit(config: TrainConfig, planner: Planner, largest: int) -> UserErr
     return UserError(f"{title(config)} does not fit into {gpus}; {advice}", code="plan.does_not_fit")
 
 
-def command_line(option: Option, arguments: list[str]) -> str:
+def command_line(option: Option, arguments: list[str], proposed: bool) -> str:
     """The training command: the flags of the plan, and what it chose."""
     config, gpus = option.config, option.ranks
     start = ["leanclip"]
@@ -281,8 +307,8 @@ def command_line(option: Option, arguments: list[str]) -> str:
     if not {"--recipe", "--config"} & names:
         for name, value in (("--model", config.model.model), ("--loss", config.run.loss)):
             flags += [] if name in names else [name, str(value)]
-        if not {"--global-batch-size", "--batch-size"} & names:
-            flags += ["--global-batch-size", str(share_of(config, 1))]
+    if proposed:
+        flags += ["--global-batch-size", str(share_of(config, 1))]
     flags += ["--micro-batch", str(option.micro_batch)]
     if recomputed := config.parallel.grad_checkpointing:
         flags += ["--grad-checkpointing", *([] if recomputed is True else [str(recomputed)])]

@@ -8,14 +8,27 @@ from leanclip.planning.gpu_model import GpuModel
 from leanclip.planning.network import NETWORKS, Network
 from leanclip.planning.step_prediction import Predicted, predict_step
 from leanclip.runs.config import TrainConfig
+from leanclip.runs.defaults import interpolated
 from leanclip.training.model_setup import model_for_run, tower_depth
 
 USABLE = 0.92  # of the memory: the allocator cannot fill every gap, CUDA and NCCL take some for themselves
 MICRO_BATCHES = (512, 128, 32, 8)  # tried for the largest batch
 UNIT = 1024  # samples: a rank's share of the largest batch is a multiple
-MOST_TRACES = 7  # in the search for it
+MOST_TRACES, MOST_SHARE = 7, 1 << 24  # in the search for it, and samples of a rank
+LEAST_SHARE, SMALLEST = 64, 128  # samples: of a rank, of a batch that is proposed
 BUCKET = 25 << 20  # bytes of the last gradients, whose averaging the backward pass cannot hide
 SUMMED = ("state", "sums", "batch norm")  # by an all-reduce; everything else is gathered
+
+
+def proposed_batch(samples: int, ranks: int) -> int:
+    """A global batch: FastCLIP's published one for so many samples, which its losses train well with.
+
+    Every rank gets at least LEAST_SHARE, to use the GPU. An epoch has at least a hundred steps, or a batch SMALLEST.
+    """
+    batch = max(interpolated(samples).batch, LEAST_SHARE * ranks)
+    share = max(1, int(min(batch, max(SMALLEST, samples / 100), samples)) // ranks)
+    unit = next(unit for unit in (64, 8, 1) if share >= unit)
+    return share // unit * unit * ranks
 
 
 def share_of(config: TrainConfig, ranks: int) -> int:
@@ -167,7 +180,7 @@ class Planner:
         fixed, activations = self._memory_of_a_sample(config)
         small = (size for size in MICRO_BATCHES if 2 * size * activations <= self.room - fixed)
         micro = config.parallel.micro_batch or next(small, MICRO_BATCHES[-1])
-        most = max(self.samples // self.ranks // UNIT * UNIT, UNIT)
+        most = max(min(self.samples // self.ranks, MOST_SHARE) // UNIT * UNIT, UNIT)
         last, share, needed = 0, UNIT, {0: 0}
         while share not in needed and len(needed) <= MOST_TRACES:
             data = replace(config.data, global_batch_size=share * self.ranks)
