@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from leanclip.planning.step_trace import Kernel, Trace, bytes_of
 
@@ -163,8 +164,8 @@ def _compile(flat: _Flat, values: list[Tensor]) -> Program:
                 _new(tuple(value.shape) if number < weights else _with_first(value, flat.primes), value)
                 for number, value in enumerate(values)
             ]
-        # Strides of gradients would bind them to the primes.
-        with config.patch(guess_tangent_strides_as_outputs=False):
+        # Strides of gradients would bind them to the primes; code is not generated, since nothing executes it.
+        with config.patch(guess_tangent_strides_as_outputs=False), _use_lazy_graph_module(True):
             train = aot_module_simplified(module, examples, lower, lower, partition, select_decomp_table())
     outputs: Any = graphs[0].output_node().args[0]
     results = outputs[: saved_after[0] if saved_after else None][-flat.results :]  # after updated buffers
@@ -191,6 +192,7 @@ class Kernels:
 
     def __init__(self, graph: Graph, primes: tuple[int, ...]) -> None:
         self.primes = primes
+        self.known: dict[tuple[Any, ...], Kernel | None] = {}
         self.inputs = graph.find_nodes(op="placeholder")
         self.outputs: Any = graph.output_node().args[0]
         nodes = [node for node in graph.nodes if node.op == "call_function" and not is_view(node)]
@@ -226,10 +228,22 @@ class Kernels:
             if isinstance(step, Fusion):
                 step.run(held, dying)
             else:
-                held[step] = held.evaluate(step)
+                held[step] = self._run_alone(step, held)
             for node in dying:
                 held.pop(node, None)
         return [held.value(node) if isinstance(node, Node) else None for node in self.outputs]
+
+    def _run_alone(self, step: Node, held: "Held") -> Any:
+        """A kernel that is not fused, evaluated once for each size: there are as many calls as blocks."""
+        trace, key = Trace.current, (step, *held.sizes.values())
+        if key not in self.known:
+            trace.launched = None
+            result = held.evaluate(step)
+            self.known[key] = trace.launched
+            return result
+        if kernel := self.known[key]:
+            trace.launch(kernel._replace(phase=trace.phase))
+        return tree_map_only(Tensor, held.new, step.meta["val"])
 
 
 class Held(dict[Node, Any]):

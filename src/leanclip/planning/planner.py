@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from leanclip.models import is_resnet
 from leanclip.planning.gpu_model import GpuModel
 from leanclip.planning.network import NETWORKS, Network
 from leanclip.planning.step_prediction import Predicted, predict_step
@@ -132,8 +133,9 @@ class Planner:
         micro = micro_batch(config)
         if fits := self.fits(config, micro):
             yield self._option(config, micro)
-        if config.parallel.grad_checkpointing or (fits and micro == share):
-            return  # recomputing more can only be slower
+        assert config.model.model is not None
+        if config.parallel.grad_checkpointing or (fits and micro == share) or is_resnet(config.model.model):
+            return  # recomputing more can only be slower, and ResNets cannot
         micro = micro_batch(_recomputing(config, True))
         if self.fits(_recomputing(config, True), micro):
             yield self._option(self._fewest_recomputed(config, micro), micro)

@@ -97,6 +97,7 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.capability = capability
         self.kernels: Counter[Kernel] = Counter()
+        self.launched: Kernel | None = None  # the last one
         self.held: Counter[str] = Counter()
         self.peak = 0
         self.at_peak: Counter[str] = Counter()
@@ -128,6 +129,7 @@ class Trace(TorchDispatchMode):
         return out
 
     def launch(self, kernel: Kernel) -> None:
+        self.launched = kernel
         self.kernels[kernel] += self.times
 
     def hold(self, tensor: Tensor, part: str | None = None) -> None:
