@@ -22,7 +22,7 @@ class Coco(Packable):
         try:
             entries = [(image["id"], image["file_name"]) for image in content["images"]]
             annotations = [(entry["image_id"], entry["caption"]) for entry in content["annotations"]]
-            hash((*entries, *annotations))
+            hash(tuple(key for key, _ in (*entries, *annotations)))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{self.path} is not a COCO captions file ({first_line(error)}): expected images with id and"
