@@ -35,7 +35,10 @@ def assert_equal_to_one_process(ranks_results, key, alone):
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: "-".join([CASES[index][0], *CASES[index][1]]))
 def test_ranks_equal_one_process(index, ranks_results, float64):
     name, hyper = CASES[index]
-    assert_equal_to_one_process(ranks_results, index, run(name, hyper, Ranks(0, 1, None)))
+    alone = run(name, hyper, Ranks(0, 1, None))
+    assert_equal_to_one_process(ranks_results, index, alone)
+    if "learn_pair_weights" in hyper:
+        assert alone["state pair_weights.fit"][0] == 1  # so the last step had learned weights
 
 
 def test_equal_shares_need_no_padding(ranks_results, float64):

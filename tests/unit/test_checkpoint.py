@@ -152,6 +152,19 @@ def test_a_copied_checkpoint_resumes(run, tmp_path):
     assert steps_of_metrics(run)[-1] == 8
 
 
+def test_learned_pair_weights_resume_inside_an_epoch(tmp_path):
+    """The weights that the run had at the end are those of a run that was interrupted after the first fit."""
+    settings = {"pair_weights": "learned", "loss": "dcl", "global_batch_size": 64, "epochs": 5, "max_steps": 14}
+    assert train(tmp_path, save_every=7, **settings) == 0
+    shutil.copytree(tmp_path / "logs/run/checkpoints/step_00000007", tmp_path / "copy")
+    expected = saved_tensors(tmp_path, 14)
+    (tmp_path / "logs/run").rename(tmp_path / "logs/whole")
+    assert train(tmp_path, save_every=7, resume=tmp_path / "copy", **settings) == 0
+    equal(saved_tensors(tmp_path, 14), expected)
+    fits = [value for name, value in expected.items() if name.endswith("pair_weights.fit")]
+    assert [float(fit[-1]) for fit in fits] == [4.0]  # fitted at the start of this epoch
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_stops_a_run_after_the_step(number, tmp_path, monkeypatch, capsys):
     after = Stopping.after

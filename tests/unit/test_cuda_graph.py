@@ -52,10 +52,10 @@ class FakeGraph:
             self.state.undo = before  # nothing of Python runs again in a graph
 
 
-def trained(name, *, graphed, broken=(), scale=None):
+def trained(name, *, graphed, broken=(), scale=None, **hyper):
     """A model, its loss and the values of it after some steps of changing gamma, ids and caption lengths."""
     model = model_of(*FAMILIES["clip"]).double().train()
-    loss = leanclip.create_loss(name, num_samples=SAMPLES).double()
+    loss = leanclip.create_loss(name, num_samples=SAMPLES, **hyper).double()
     optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.05)
     autocast = torch.autocast("cpu", enabled=False)
     graphs = CudaGraphs(model, autocast, lambda *given: FakeGraph(loss)(*given)) if graphed else None
@@ -87,11 +87,15 @@ def trained(name, *, graphed, broken=(), scale=None):
     return model, loss, values
 
 
-@pytest.mark.parametrize("name", leanclip.LOSSES)
-def test_graphed_steps_equal_eager_ones(name):
+CASES = [(name, {}) for name in leanclip.LOSSES]
+CASES += [(name, {"learn_pair_weights": True}) for name in ("infonce", "fastclip-v1")]
+
+
+@pytest.mark.parametrize(("name", "hyper"), CASES)
+def test_graphed_steps_equal_eager_ones(name, hyper):
     """Also after skipped steps, whose updates of the tables are undone."""
     broken = (WARM_UP * 2 + 4, WARM_UP * 2 + 5, WARM_UP * 2 + 8)
-    plain, again = (trained(name, graphed=graphed, broken=broken) for graphed in (False, True))
+    plain, again = (trained(name, graphed=graphed, broken=broken, **hyper) for graphed in (False, True))
     for one, other in zip(plain[:2], again[:2], strict=True):
         right = dict(one.state_dict())
         for key, value in other.state_dict().items():

@@ -208,7 +208,16 @@ def test_evaluation_comes_first(tmp_path: Path):
 
 LOGGED = (
     *("loss", "tau", "lr", "samples_per_second", "grad_norm", "data_wait", "gpu_memory_gib", "resident_gib"),
-    *("effective_negatives", "gamma", "log_u_mean", "log_u_spread", "estimate_gap", "never_visited", "bias"),
+    *(
+        "effective_negatives",
+        "gamma",
+        "log_u_mean",
+        "log_u_spread",
+        "estimate_gap",
+        "never_visited",
+        "bias",
+        "wrong_pairs",
+    ),
     *("skipped_steps", "loss_scale", "loss_bytes", "loss_collectives", "broken_no_image", "log_u_image", "tau_text"),
 )
 

@@ -33,8 +33,9 @@ class DataConfig:
     """The key of the list of caption weights in a sample's .json. Default: equal weights."""
     group_key: str | None = None
     """A field of the metadata (.json or column): samples with the same value are not each other's negatives."""
-    pair_weights: str | None = None
-    """A field of the metadata with a number, 0 or more: the weight of the pair in the loss."""
+    pair_weights: str | None = setting(None, resume="fixed_unless_reset")
+    """A field of the metadata with a number, 0 or more: the weight of the pair in the loss. learned: the run finds
+    pairs that look wrong and lowers their weights, from the third epoch on."""
     max_broken: float = setting(0.01, resume="free")
     """The share of samples that may be broken before the run stops. Broken samples are replaced by others."""
     shuffle: Literal["all", "blocks"] = setting("all", resume="fixed_unless_reset")
@@ -80,6 +81,10 @@ class DataConfig:
         for message, applies in problems.items():
             if applies:
                 raise ValueError(message)
+
+    @property
+    def learns_pair_weights(self) -> bool:
+        return self.pair_weights == "learned"
 
     @property
     def upsampling_factors(self) -> list[float] | None:

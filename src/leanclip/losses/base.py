@@ -77,8 +77,13 @@ class Local(NamedTuple):
             check_weights(weights, len(self.image))
             local = weights.to(device, accumulator_dtype(self.image.dtype), non_blocking=True)
             weights = self.ranks.gather(local, self.batch, purpose="weights")
-            weights = weights / weights.mean().clamp_min(SMALLEST_MEAN_WEIGHT)
-        return self._replace(groups=groups, weights=weights)
+            return self._replace(groups=groups).weighted_by(weights)
+        return self._replace(groups=groups)
+
+    def weighted_by(self, weights: Tensor) -> "Local":
+        """With these weights of all pairs beside those it has."""
+        weights = weights if self.weights is None else weights * self.weights
+        return self._replace(weights=weights / weights.mean().clamp_min(SMALLEST_MEAN_WEIGHT))
 
     def pairs(self, rows: Tensor, cols: Tensor, *, mask_positives: bool = False) -> Pairs:
         """Local embeddings of one side against all of the other."""

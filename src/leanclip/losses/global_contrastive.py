@@ -24,6 +24,7 @@ from leanclip.losses.custom_gradient import attach_gradients
 from leanclip.losses.device_scalars import DeviceScalars
 from leanclip.losses.normalizer import Normalizer
 from leanclip.losses.objective import Anchors
+from leanclip.losses.pair_weights import TABLES, PairWeights, Visits
 from leanclip.losses.sample_state import SampleState
 from leanclip.losses.similarities import Similarities
 from leanclip.losses.temperature import ConstantTemperature, GlobalTemperature, IndividualTemperature
@@ -44,11 +45,12 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         inner_rate: Callable[[float, int], float] | None = None,
         weight_by_tau: bool = False,
         state: SampleState | None = None,
+        pair_weights: PairWeights | None = None,
         lr_tau: float | None = None,
         follows_schedule: bool = True,
     ) -> None:
         super().__init__(name=name, implementation=implementation, lr_tau=lr_tau, follows_schedule=follows_schedule)
-        self.temperature_rule, self.state = temperature, state
+        self.temperature_rule, self.state, self.pair_weights = temperature, state, pair_weights
         self.normalizer, self.value, self.temperature_gradient = normalizer, value, temperature_gradient
         self.inner_rate, self.weight_by_tau = inner_rate, weight_by_tau
         self.epoch = 0
@@ -68,6 +70,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             self.shares.set(1 - gamma, gamma)
         if isinstance(self.temperature_rule, IndividualTemperature):
             self.temperature_rule.set_epoch(self.epoch)
+        if self.pair_weights is not None and self.state is not None:
+            self.pair_weights.set_epoch(self.epoch, self.state)
 
     def temperature(self) -> Tensor:
         """The current tau: a scalar, or the mean of the per-sample ones, for which all ranks call this together."""
@@ -85,6 +89,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             stored = self._read_state(ids, ops.accumulator_dtype(image.dtype))
             tau = stored["tau"]
             inverse = tau.reciprocal()
+            if self.pair_weights is not None:
+                local = local.weighted_by(self.pair_weights.weights(stored))
             # 1. statistics
             matrix = Similarities(engine, local, inverse)
             log_sum, mean, positive = matrix.statistics()
@@ -98,7 +104,11 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             ratio, weight = (log_g - log_norm).exp(), matrix.weights()
             anchors = Anchors(tau, log_g, mean_l, log_norm, log_u, ratio, log_negatives, weight)
             # 3. temperature and state
-            slopes = self._update(anchors, shift, stored, ids)
+            if self.training and self.pair_weights is not None and ids is not None:
+                visits = self.pair_weights.visit(matrix, anchors, log_sum, stored, ids[1])
+            else:
+                visits = Visits({}, {})
+            slopes = self._update(anchors, shift, stored, ids, visits)
             # 4. gradients: the weights now, the products in the backward pass
             log_weight, diagonal = self._weights(anchors, logit, inverse)
             value = self.value(anchors)
@@ -152,6 +162,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         stored: dict[str, Tensor] = {}
         if self.state is not None and ids is not None:
             names = [name for name in ("log_u", "tau", "shift") if f"{name}_image" in self.state.initial]
+            names += [name for name in TABLES if name in self.state.initial]
             stored |= self.state.read(names, ids)
         if not isinstance(self.temperature_rule, IndividualTemperature):
             stored["tau"] = self.temperature_rule.mean()
@@ -173,16 +184,18 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         shift: Tensor | None,
         stored: dict[str, Tensor],
         ids: tuple[Tensor, Tensor] | None,
+        visits: Visits,
     ) -> list[tuple[Tensor, Tensor]]:
         """Store the new per-sample state; return the global temperature with its gradient."""
         if self.state is not None and ids is not None and self.training:
-            values = {"log_u": anchors.log_u}
+            values = {"log_u": anchors.log_u} if "log_u" in stored else {}
             if shift is not None:
                 values["shift"] = shift
             if isinstance(self.temperature_rule, IndividualTemperature):
                 values |= self.temperature_rule.update(self.state, ids, anchors)
-            first_visits = stored["log_u"][0].isneginf() & ~anchors.log_u[0].isneginf()
-            self.state.write(ids, values, first_visits=first_visits)
+            never = stored["log_u"][0].isneginf() if "log_u" in stored else stored["scored"] == 0
+            first_visits = never & ~anchors.log_u[0].isneginf()
+            self.state.write(ids, values | visits.values, first_visits=first_visits, sums=visits.sums)
         if self.temperature_gradient is None:
             return []
         assert isinstance(self.temperature_rule, GlobalTemperature)
@@ -210,8 +223,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             "effective_negatives": lambda: (anchors.log_g + anchors.log_negatives - anchors.mean_l).exp().mean(),
             "implementation": implementation,
         }
+        if self.pair_weights is not None:
+            metrics |= {"wrong_pairs": self.pair_weights.fit[6].clone()}
         state = self.state
-        if state is not None:
+        if state is not None and self.inner_rate is not None:
             metrics |= {
                 "gamma": self.shares.value[1].clone(),
                 "log_u_mean": lambda: anchors.finite_log_u().mean(),

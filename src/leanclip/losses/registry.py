@@ -16,6 +16,7 @@ from leanclip.losses.base import ContrastiveLoss
 from leanclip.losses.config import LossConfig, check_names
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.normalizer import Normalizer, batch_mean, batch_sum, inner_rate, running_estimate
+from leanclip.losses.pair_weights import TABLES, PairWeights
 from leanclip.losses.sample_state import SIDES, SampleState
 from leanclip.losses.sigmoid import SigmoidLoss
 from leanclip.losses.temperature import ConstantTemperature, GlobalTemperature, IndividualTemperature
@@ -91,15 +92,27 @@ OTHER_NAMES = {
 
 
 def create_loss(
-    name: str, *, num_samples: int | None = None, implementation: str = "auto", **hyper: Any
+    name: str,
+    *,
+    num_samples: int | None = None,
+    implementation: str = "auto",
+    learn_pair_weights: bool = False,
+    **hyper: Any,
 ) -> ContrastiveLoss:
     """A loss by name, for anyone's training loop.
 
-    `num_samples` is the size of the training set, required by the losses that keep a state per sample. The
-    hyper-parameters are those of `LossConfig` that the loss takes.
+    `num_samples` is the size of the training set, required by the losses that keep a state per sample and by
+    `learn_pair_weights`, with which pairs that look wrong lose their weight. The hyper-parameters are those of
+    `LossConfig` that the loss takes.
     """
     check_names(name, set(hyper), spec_of(name).takes)
-    return loss_from_config(name, LossConfig(**hyper), num_samples=num_samples, implementation=implementation)
+    return loss_from_config(
+        name,
+        LossConfig(**hyper),
+        num_samples=num_samples,
+        implementation=implementation,
+        learn_pair_weights=learn_pair_weights,
+    )
 
 
 def spec_of(name: str) -> Spec:
@@ -112,7 +125,12 @@ def spec_of(name: str) -> Spec:
 
 
 def loss_from_config(
-    name: str, config: LossConfig, *, num_samples: int | None = None, implementation: str = "auto"
+    name: str,
+    config: LossConfig,
+    *,
+    num_samples: int | None = None,
+    implementation: str = "auto",
+    learn_pair_weights: bool = False,
 ) -> ContrastiveLoss:
     spec = spec_of(name)
     check_names(name, {key for key, value in asdict(config).items() if value is not None}, spec.takes)
@@ -123,7 +141,8 @@ def loss_from_config(
             f"tau is {hyper.tau}; it must lie between tau_min {hyper.tau_min} and tau_max {hyper.tau_max}",
             code="loss.bad_value",
         )
-    if spec.running and num_samples is None:
+    keeps_state = spec.running or learn_pair_weights
+    if keeps_state and num_samples is None:
         raise ArgumentError(
             f"{name} keeps a state per sample: give num_samples, the size of the training set",
             code="loss.bad_num_samples",
@@ -132,13 +151,21 @@ def loss_from_config(
         raise ArgumentError("learn_tau is False: leave lr_tau out", code="loss.bad_value")
     rule = _temperature(spec, hyper, hyper.tau)
     if name == "siglip":
+        if learn_pair_weights:
+            raise ArgumentError(
+                "siglip computes no log g, from which weights of pairs are learned; choose another loss",
+                code="loss.no_scores",
+            )
         assert isinstance(rule, GlobalTemperature) and hyper.bias is not None
         return SigmoidLoss(implementation=implementation, temperature=rule, bias=hyper.bias, lr_tau=hyper.lr_tau)
-    tables = {f"log_u_{side}": -math.inf for side in SIDES}
+    tables = {f"log_u_{side}": -math.inf for side in SIDES} if spec.running else {}
+    if learn_pair_weights:
+        tables |= TABLES
     if isinstance(rule, IndividualTemperature):
         tables |= rule.tables(hyper.tau)
     if hyper.eps_form == "published":
         tables |= {f"shift_{side}": 0.0 for side in SIDES}
+    state = SampleState(num_samples, tables) if keeps_state and num_samples is not None else None
     return GlobalContrastiveLoss(
         name=name,
         implementation=implementation,
@@ -148,7 +175,8 @@ def loss_from_config(
         temperature_gradient=_slope(spec, hyper) if isinstance(rule, GlobalTemperature) else None,
         inner_rate=partial(inner_rate, hyper) if spec.running else None,
         weight_by_tau=spec.temperature == "robust",
-        state=SampleState(num_samples, tables) if spec.running and num_samples is not None else None,
+        state=state,
+        pair_weights=PairWeights(state) if learn_pair_weights and state is not None else None,
         lr_tau=hyper.lr_tau,
         follows_schedule=spec.temperature != "robust",
     )

@@ -6,6 +6,7 @@ Nothing here waits for the device and nothing allocates more than a batch beside
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from leanclip.distributed import Ranks, full_tensor
 from leanclip.errors import ArgumentError
 
 SIDES = ("image", "text")
+NO_SUMS: Mapping[str, Tensor] = MappingProxyType({})
 Ids = tuple[Tensor, Tensor]  # of a global batch's images and texts; one tensor where they are the same
 
 
@@ -27,7 +29,8 @@ class Undo(NamedTuple):
 
 
 class SampleState(nn.Module):
-    """Tables of one number per sample id, in pairs: `log_u_image` and `log_u_text` and so on.
+    """Tables of one number per sample id, in pairs: `log_u_image` and `log_u_text` and so on; or one for both sides,
+    by the ids of the texts.
 
     Writing replaces the batch's values and keeps the old ones, so that the last write can be undone. Of an id that
     occurs twice in a batch the last occurrence is stored, on any device.
@@ -95,34 +98,51 @@ class SampleState(nn.Module):
             )
 
     def read(self, names: Sequence[str], ids: Ids) -> dict[str, Tensor]:
-        """(2, B) per name: the image table at the first ids, the text table at the second. One all-reduce for all."""
+        """(2, B) per name: the image table at the first ids, the text table at the second; (B,) for one table. One
+        all-reduce for all."""
         local = self.read_local(names, ids)
         if self.ranks.size == 1:
             return local
         in_block = torch.stack([at < len(self.block) for at in self._positions(ids)])
-        values = torch.stack([torch.where(in_block, value, 0.0) for value in local.values()])
-        return dict(zip(names, self.ranks.sum(values, purpose="state"), strict=True))
+        own = {
+            name: torch.where(in_block if value.ndim == 2 else in_block[1], value, 0.0).flatten()
+            for name, value in local.items()
+        }
+        total = self.ranks.sum(torch.cat(list(own.values())), purpose="state")
+        parts = total.split([len(value) for value in own.values()])
+        return {name: part.view_as(local[name]) for name, part in zip(own, parts, strict=True)}
 
     def read_local(self, names: Sequence[str], ids: Ids) -> dict[str, Tensor]:
         """The same without the all-reduce: the values of other ranks' ids are arbitrary."""
-        sides = tuple(zip(SIDES, self._positions(ids), strict=True))
-        return {name: torch.stack([self.get_buffer(f"{name}_{side}")[at] for side, at in sides]) for name in names}
+        positions = self._positions(ids)
+        values = {
+            name: torch.stack([self.get_buffer(table)[positions[side]] for table, side in self._tables(name)])
+            for name in names
+        }
+        return {name: value[0] if name in self.initial else value for name, value in values.items()}
 
-    def write(self, ids: Ids, values: Mapping[str, Tensor], *, first_visits: Tensor) -> None:
+    def write(
+        self, ids: Ids, values: Mapping[str, Tensor], *, first_visits: Tensor, sums: Mapping[str, Tensor] = NO_SUMS
+    ) -> None:
         """Store (2, B) values per table pair, all tables of one step in one call; each rank stores its own block.
 
-        `first_visits` (B,) is true for samples without an earlier visit.
+        `first_visits` (B,) is true for samples without an earlier visit. `sums` are added to buffers of those names.
         """
         last = _both_sides(last_occurrence, ids)
         once = last[0] == torch.arange(len(last[0]), device=last[0].device)
         self.undo = Undo(self.visited.clone(), {})
         self.visited += (first_visits & once).sum()
         positions = self._positions(ids)
-        for name, both in values.items():
-            for side, at, source, value in zip(SIDES, positions, last, both, strict=True):
-                table = self.get_buffer(f"{name}_{side}")
-                self.undo.replaced[f"{name}_{side}"] = at, table[at]
-                table[at] = value.to(table.dtype)[source]
+        for name, value in values.items():
+            tables = self._tables(name)
+            for (table_name, side), one in zip(tables, value.view(len(tables), -1), strict=True):
+                table, at = self.get_buffer(table_name), positions[side]
+                self.undo.replaced[table_name] = at, table[at]
+                table[at] = one.to(table.dtype)[last[side]]
+        for name, added in sums.items():
+            buffer = self.get_buffer(name)
+            self.undo.replaced[name] = torch.arange(len(buffer), device=buffer.device), buffer.clone()
+            buffer += added
 
     def rollback(self) -> None:
         """Undo the last write. A second call does nothing."""
@@ -165,6 +185,10 @@ class SampleState(nn.Module):
         return _both_sides(
             lambda at: torch.where((at >= block.start) & (at < block.stop), at - block.start, len(block)), ids
         )
+
+    def _tables(self, name: str) -> list[tuple[str, int]]:
+        """The tables of a name, each with the side whose ids it has."""
+        return [(name, 1)] if name in self.initial else [(f"{name}_{side}", i) for i, side in enumerate(SIDES)]
 
     def _distributed(self, name: str) -> Tensor:
         """A table in the form of torch's checkpointing: by id, each rank with its block."""

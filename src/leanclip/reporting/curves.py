@@ -64,6 +64,13 @@ CURVES = {
         "Mean distance between the stored log u and that of the current batch. Above 2: raise --gamma-min.",
         from_zero=True,
     ),
+    "wrong_pairs": Curve(
+        "Pairs that look wrong (%)",
+        "The share of pairs whose caption seems to belong to another image, estimated at the start of each epoch.",
+        " %",
+        from_zero=True,
+        scale=100,
+    ),
     "log_u_mean": Curve(
         "Running estimates, mean",
         "Mean of log u: how strongly negatives compete with the positive. It falls while the model learns.",

@@ -30,7 +30,7 @@ class Histogram:
 
 def state_histograms(loss: ContrastiveLoss) -> list[Histogram]:
     """Of the running estimates and the per-sample temperatures; none for losses without them. A collective call."""
-    if not isinstance(loss, GlobalContrastiveLoss) or loss.state is None:
+    if not isinstance(loss, GlobalContrastiveLoss) or loss.state is None or loss.inner_rate is None:
         return []
     low, high, bins = LOG_U_BINS
     edges = torch.linspace(low, high, bins + 1, dtype=torch.float64)

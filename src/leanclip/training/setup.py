@@ -22,6 +22,7 @@ from leanclip.evaluation import LabelledSet, Prompts
 from leanclip.features.locked_towers import LockedTowers
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
+from leanclip.losses.pair_weights import FIRST_EPOCH
 from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower
 from leanclip.optim import create_optimizer, weight_decay_groups
@@ -108,6 +109,10 @@ def build(run: ResolvedRun) -> BuiltRun:
         notes += [] if run.reset_loss else saved.ignored_settings(run.loss_flags)
     if device.type == "cpu" and config.run.precision not in ("fp32", "fp64"):
         notes.append(f"--precision {config.run.precision} is slower than fp32 on most CPUs; leave it out")
+    if config.data.learns_pair_weights and config.run.epochs <= FIRST_EPOCH:
+        notes.append(
+            f"--pair-weights learned: weights are fitted from epoch {FIRST_EPOCH + 1} on; all pairs keep weight 1"
+        )
     loss = _make_loss(config, run.saved_samples)
     dtype = torch.float64 if config.run.precision == "fp64" else None
     return BuiltRun(
@@ -188,7 +193,11 @@ def restore(job: Job, run: ResolvedRun) -> Job:
 
 def _make_loss(config: TrainConfig, samples: int) -> ContrastiveLoss:
     return loss_from_config(
-        config.run.loss, config.loss, num_samples=samples, implementation=config.run.implementation
+        config.run.loss,
+        config.loss,
+        num_samples=samples,
+        implementation=config.run.implementation,
+        learn_pair_weights=config.data.learns_pair_weights,
     )
 
 
@@ -285,7 +294,7 @@ def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
         end_of_text=model.end_of_text,
         features=features,
         group_key=config.data.group_key,
-        weight_key=config.data.pair_weights,
+        weight_key=None if config.data.learns_pair_weights else config.data.pair_weights,
     )
 
 

@@ -1,0 +1,166 @@
+"""Weights of pairs that a run learns: the probability that a caption belongs to its image.
+
+A visit's score is tau log g of both directions, added and standardised within its global batch; every sample keeps
+the mean over its visits. Wrong pairs score high. At the start of each epoch from the third on, two normals are fitted
+to the histogram of these means, and a pair's weight is the probability of not being of the upper one.
+
+The fit is used only if a share of the pairs looks wrong (the gate). Each image is also scored with the caption of its
+neighbour in the batch: that is the distribution of wrong pairs. Half of it lies beyond its mean, so that twice the
+share of samples beyond this mean estimates the share of wrong pairs.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from leanclip.losses.objective import Anchors
+from leanclip.losses.sample_state import SampleState, last_occurrence
+from leanclip.losses.similarities import Similarities
+
+TABLES = {"score": 0.0, "scored": 0.0}  # the mean over the visits, and their number
+NULL = "null"  # sum and number of the scores of wrong pairs
+FIRST_EPOCH = 2  # the fit needs samples with two visits
+SMALLEST_SHARE = 0.01  # of wrong pairs, below which all pairs have weight 1
+RANGE, BINS = 8.0, 1024  # of the histogram, in standard deviations on both sides
+ITERATIONS, SMALLEST_SPREAD = 300, 0.02
+
+
+class Visits(NamedTuple):
+    """What the tables take from one batch."""
+
+    values: dict[str, Tensor]  # (B,) by table
+    sums: dict[str, Tensor]  # to be added to the buffers of these names
+
+
+class Fit(NamedTuple):
+    """Two normals. Right pairs are of the lower one."""
+
+    low: float
+    low_spread: float
+    high: float
+    high_spread: float
+    share: float  # of the upper one
+
+
+class PairWeights(nn.Module):
+    """The current fit, on the device: a CUDA graph reads it at every replay."""
+
+    fit: Tensor  # whether it is used, the numbers of a `Fit`, the share of wrong pairs by the gate, the epoch
+
+    def __init__(self, state: SampleState) -> None:
+        super().__init__()
+        self.register_buffer("fit", torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0, -1.0]))
+        state.register_buffer(NULL, torch.zeros(2))
+        self._epoch = -1
+
+    def weights(self, stored: dict[str, Tensor]) -> Tensor:
+        """(B,) from the tables before this step. Samples without a visit have weight 1."""
+        score, scored = stored["score"], stored["scored"]
+        used, low, low_spread, high, high_spread, share = self.fit[:6].to(score.dtype).unbind()
+        at = torch.minimum(torch.maximum(score, low), high)  # beyond the means the tails would decide
+        upper = share.log() - high_spread.log() - ((at - high) / high_spread).square() / 2
+        lower = torch.log1p(-share) - low_spread.log() - ((at - low) / low_spread).square() / 2
+        return torch.where((used > 0) & (scored > 0), torch.sigmoid(lower - upper), 1.0)
+
+    def visit(
+        self, matrix: Similarities, anchors: Anchors, log_sum: Tensor, stored: dict[str, Tensor], ids: Tensor
+    ) -> Visits:
+        """Score the batch; of an id that occurs twice one occurrence counts."""
+        valid = ~anchors.log_g.isneginf().any(0)
+        counted = valid & (last_occurrence(ids) == torch.arange(len(ids), device=ids.device))
+        score = torch.where(valid, (anchors.tau * anchors.log_g).sum(0), 0.0)
+        number = counted.sum().clamp_min(1)
+        mean = torch.where(counted, score, 0.0).sum() / number
+        variance = torch.where(counted, score - mean, 0.0).square().sum() / number
+        spread = variance.sqrt().clamp_min(torch.finfo(score.dtype).eps)
+        null, with_null = null_score(matrix, anchors.tau, log_sum)
+        with_null &= counted & (ids != ids.roll(-1))
+        null_sum = torch.where(with_null, (null - mean) / spread, 0.0).sum()
+        scored = stored["scored"] + 1
+        updated = stored["score"] + ((score - mean) / spread - stored["score"]) / scored
+        values = {
+            "score": torch.where(valid, updated, stored["score"]),
+            "scored": torch.where(valid, scored, stored["scored"]),
+        }
+        return Visits(values, {NULL: torch.stack([null_sum, with_null.sum().to(null_sum.dtype)])})
+
+    @torch.no_grad()
+    def set_epoch(self, epoch: int, state: SampleState) -> None:
+        """Fit again at the start of an epoch, once; all ranks call it, and this waits for the device."""
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        if epoch < FIRST_EPOCH or epoch <= int(self.fit[-1]):  # a resumed run has the fit of its epoch
+            return
+        counts = _histogram(state)
+        null_sum, null_number = state.get_buffer(NULL).tolist()
+        used, share, fit = False, 0.0, Fit(0.0, 1.0, 0.0, 1.0, 0.5)
+        if null_number > 0 and counts.sum() > 1:
+            beyond = counts[_centres() > null_sum / null_number].sum() / counts.sum()
+            share = min(1.0, 2 * float(beyond))
+            fit = fit_two_normals(counts)
+            used = share > SMALLEST_SHARE
+        self.fit.copy_(torch.tensor([float(used), *fit, share, float(epoch)]))
+
+
+def null_score(matrix: Similarities, tau: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) the score of image i with the caption of sample i + 1, and where there is one.
+
+    Both true partners are left out: the own one already is, and the other's term is taken out of the sums.
+    """
+    images, texts = matrix.gathered
+    similarity = (images.to(log_sum.dtype) * texts.roll(-1, 0)).sum(1)
+    tau = tau.expand(2, len(similarity))
+    negatives = torch.full_like(similarity, len(similarity) - 1)
+    if matrix.negatives is not None:
+        negatives.copy_(matrix.negatives)
+    sides = (tau[0], log_sum[0], negatives), (tau[1].roll(-1), log_sum[1].roll(-1), negatives.roll(-1))
+    score = torch.zeros_like(similarity)
+    there = torch.ones_like(similarity, dtype=torch.bool)
+    for tau_i, total, count in sides:
+        logit = similarity / tau_i
+        without = total + torch.log1p(-(logit - total).clamp_max(-1e-6).exp())
+        score = score + tau_i * (without - logit - (count - 1).clamp_min(1).log())
+        there &= count > 1
+    groups = matrix.local.groups
+    if groups is not None:
+        there &= groups != groups.roll(-1)
+    return score, there & score.isfinite()
+
+
+def _centres() -> Tensor:
+    return (torch.arange(BINS, dtype=torch.float64) + 0.5) * (2 * RANGE / BINS) - RANGE
+
+
+def _histogram(state: SampleState) -> Tensor:
+    """Of the scores of all ranks' visited samples, on the host: whole numbers, equal on any number of ranks."""
+    score = state.table("score")[state.table("scored") > 0].double()
+    bins = ((score + RANGE) * (BINS / (2 * RANGE))).floor().clamp(0, BINS - 1).long()
+    counts = torch.bincount(bins, minlength=BINS)
+    return state.ranks.sum(counts, purpose="pair weights").cpu().double()
+
+
+def fit_two_normals(counts: Tensor) -> Fit:
+    """By expectation and maximisation on a histogram over `_centres`."""
+    x, total = _centres(), counts.sum()
+    below = counts.cumsum(0) / total
+    mean = (counts * x).sum() / total
+    spread = max(SMALLEST_SPREAD, math.sqrt(float((counts * (x - mean).square()).sum() / total)))
+    low, high = (float(x[int(torch.searchsorted(below, quantile).clamp_max(BINS - 1))]) for quantile in (0.3, 0.95))
+    fit = Fit(low, spread / 2, high, spread / 2, 0.1)
+    for _ in range(ITERATIONS):
+        upper = fit.share / fit.high_spread * torch.exp(-((x - fit.high) / fit.high_spread).square() / 2)
+        lower = (1 - fit.share) / fit.low_spread * torch.exp(-((x - fit.low) / fit.low_spread).square() / 2)
+        of_upper = counts * (upper / (upper + lower).clamp_min(1e-300))
+        fit = Fit(*_normal(counts - of_upper, x), *_normal(of_upper, x), float(of_upper.sum() / total))
+        fit = fit._replace(share=min(max(fit.share, 1e-4), 1 - 1e-4))
+    return fit if fit.low <= fit.high else Fit(*fit[2:4], *fit[:2], 1 - fit.share)
+
+
+def _normal(counts: Tensor, x: Tensor) -> tuple[float, float]:
+    total = counts.sum().clamp_min(1e-12)
+    mean = (counts * x).sum() / total
+    spread = ((counts * (x - mean).square()).sum() / total).sqrt()
+    return float(mean), max(SMALLEST_SPREAD, float(spread))

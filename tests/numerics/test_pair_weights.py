@@ -1,0 +1,170 @@
+"""Learned weights of pairs: they find wrong pairs, are off on clean data, and are part of the state."""
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+import leanclip
+from leanclip.distributed import Ranks
+from leanclip.losses.base import Local
+from leanclip.losses.global_contrastive import GlobalContrastiveLoss
+from leanclip.losses.pair_weights import null_score
+from leanclip.losses.similarities import Similarities
+from leanclip.ops import reference
+from refusal import refuses
+
+SAMPLES, BATCH, DIM = 1200, 100, 32
+NAMES = [name for name in leanclip.LOSSES if name != "siglip"]
+
+
+def pairs(wrong: float, samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Embeddings of a trained model: texts near their images, but for a share that was exchanged."""
+    draw = torch.Generator().manual_seed(1)
+    image = normalize(torch.randn(samples, DIM, generator=draw), dim=1)
+    text = normalize(image + 0.13 * torch.randn(samples, DIM, generator=draw), dim=1)
+    exchanged = torch.randperm(samples, generator=draw)[: round(wrong * samples)]
+    text[exchanged] = text[exchanged.roll(1)]
+    is_wrong = torch.zeros(samples, dtype=torch.bool)
+    is_wrong[exchanged] = True
+    return image, text, is_wrong
+
+
+def create(name: str, samples: int = SAMPLES, learn: bool = True) -> GlobalContrastiveLoss:
+    loss = leanclip.create_loss(name, num_samples=samples, tau=0.1, learn_pair_weights=learn)
+    assert isinstance(loss, GlobalContrastiveLoss)
+    return loss
+
+
+def run(
+    loss: GlobalContrastiveLoss, image: torch.Tensor, text: torch.Tensor, epochs: range, steps: range | None = None
+):
+    """Gradients and loss values of all steps."""
+    results = []
+    for epoch in epochs:
+        order = torch.randperm(len(text), generator=torch.Generator().manual_seed(epoch))
+        for step in steps or range(len(text) // BATCH):
+            loss.set_epoch(epoch, 9)
+            ids = order[step * BATCH : (step + 1) * BATCH]
+            sides = [side[ids].requires_grad_() for side in (image, text)]
+            value = loss(*sides, ids).loss
+            results += [value.detach(), *torch.autograd.grad(value, sides)]
+    return results
+
+
+def weights_of(loss: GlobalContrastiveLoss) -> torch.Tensor:
+    assert loss.state is not None and loss.pair_weights is not None
+    return loss.pair_weights.weights({name: loss.state.table(name) for name in ("score", "scored")})
+
+
+def auroc(score: torch.Tensor, is_wrong: torch.Tensor) -> float:
+    return float((score[is_wrong][:, None] > score[~is_wrong][None, :]).double().mean())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.2])
+def test_wrong_pairs_lose_their_weight_and_clean_data_keeps_all(name, share):
+    image, text, is_wrong = pairs(share)
+    loss = create(name)
+    run(loss, image, text, range(2))
+    assert weights_of(loss).eq(1).all()  # before the first fit
+    loss.set_epoch(2, 9)
+    assert loss.state is not None and loss.pair_weights is not None
+    weights, estimate = weights_of(loss), float(loss.pair_weights.fit[6])
+    if share == 0:
+        assert estimate < 0.01 and weights.eq(1).all()
+    else:
+        assert auroc(loss.state.table("score"), is_wrong) > 0.97
+        assert abs(estimate - share) < 0.04
+        assert weights[is_wrong].mean() < 0.15 and weights[~is_wrong].mean() > 0.95
+
+
+@pytest.mark.parametrize("name", ["infonce", "fastclip-v2", "fastclip-v3"])
+def test_on_clean_data_the_gradients_are_those_without_weights(name):
+    image, text, _ = pairs(0.0)
+    learned, plain = (run(create(name, learn=learn), image, text, range(4)) for learn in (True, False))
+    assert all(torch.equal(one, other) for one, other in zip(learned, plain, strict=True))
+
+
+@pytest.mark.parametrize("name", ["dcl", "fastclip-v2"])
+def test_a_run_continues_from_its_state(name):
+    """Inside an epoch too: the fit is that of the epoch's start."""
+    image, text, _ = pairs(0.2)
+    whole, half, rest = create(name), create(name), create(name)
+    expected = run(whole, image, text, range(3)) + run(whole, image, text, range(3, 5))
+    run(half, image, text, range(3))
+    run(half, image, text, range(3, 4), range(5))
+    rest.load_state_dict(half.state_dict())
+    found = run(rest, image, text, range(3, 4), range(5, SAMPLES // BATCH)) + run(rest, image, text, range(4, 5))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected[-len(found) :], strict=True))
+    assert weights_of(whole).ne(1).any() and torch.equal(weights_of(whole), weights_of(rest))
+
+
+def test_rollback_undoes_a_visit():
+    image, text, _ = pairs(0.2)
+    loss = create("infonce")
+    run(loss, image, text, range(1), range(3))
+    before = {name: value.clone() for name, value in loss.state_dict().items()}
+    run(loss, image, text, range(1), range(3, 4))
+    assert any(not torch.equal(value, before[name]) for name, value in loss.state_dict().items())
+    loss.rollback()
+    assert all(torch.equal(value, before[name]) for name, value in loss.state_dict().items())
+
+
+def test_an_id_twice_in_a_batch_counts_once_and_evaluation_not_at_all():
+    image, text, _ = pairs(0.0, 8)
+    loss = create("infonce", 8)
+    loss.set_epoch(0, 1)
+    loss(image, text, torch.tensor([0, 1, 2, 3, 4, 5, 6, 6]))
+    assert loss.state is not None and loss.state.table("scored").tolist() == [1, 1, 1, 1, 1, 1, 1, 0]
+    counted = loss.state.table("score")[:7]
+    assert counted.mean().item() == pytest.approx(0, abs=1e-6)
+    loss.eval()
+    loss(image, text, torch.arange(8))
+    assert loss.state.table("scored").sum() == 7
+
+
+def test_one_wrong_caption_of_five_is_found():
+    draw = torch.Generator().manual_seed(2)
+    images = normalize(torch.randn(SAMPLES // 5, DIM, generator=draw), dim=1).repeat_interleave(5, 0)
+    _, noise, _ = pairs(0.0)
+    texts = normalize(images + 0.13 * DIM**0.5 * noise, dim=1)
+    wrong = torch.arange(SAMPLES) % 25 == 0  # one caption of every fifth image
+    texts[wrong] = texts[wrong].roll(1, 0)
+    loss = create("fastclip-v1")
+    for epoch in range(2):
+        loss.set_epoch(epoch, 9)
+        for ids in torch.randperm(SAMPLES, generator=draw).split(BATCH):
+            loss(images[ids], texts[ids], ids // 5, text_ids=ids, groups=ids // 5)
+    loss.set_epoch(2, 9)
+    weights = weights_of(loss)
+    assert weights[wrong].mean() < 0.2 and weights[~wrong].mean() > 0.95
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("individual", [False, True])
+def test_the_score_with_a_neighbours_caption_is_the_written_one(individual, grouped):
+    draw = torch.Generator().manual_seed(3)
+    image, text = (normalize(torch.randn(9, 5, generator=draw).double(), dim=1) for _ in range(2))
+    groups = torch.tensor([0, 0, 1, 2, 3, 4, 4, 5, 6]) if grouped else None
+    tau = 0.1 + torch.rand(2, 9, generator=draw).double() if individual else torch.tensor(0.2).double()
+    matrix = Similarities(reference, Local(image, text, Ranks(0, 1, None), 9, groups=groups), tau.reciprocal())
+    score, there = null_score(matrix, tau, matrix.statistics()[0])
+    own, similarity = tau.expand(2, 9), image @ text.T
+    for i in range(9):
+        k = (i + 1) % 9
+        assert there[i] == (groups is None or groups[i] != groups[k])
+        if not there[i]:
+            continue
+        expected = 0.0
+        for anchor, side, row in ((i, 0, similarity[i]), (k, 1, similarity[:, k])):
+            others = [j for j in range(9) if j not in (i, k) and (groups is None or groups[j] != groups[anchor])]
+            terms = [((row[j] - similarity[i, k]) / own[side, anchor]).exp() for j in others]
+            expected += own[side, anchor] * torch.stack(terms).mean().log()
+        assert score[i].item() == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_losses_that_cannot_learn_weights_are_refused():
+    with refuses("loss.no_scores", "siglip"):
+        leanclip.create_loss("siglip", num_samples=9, learn_pair_weights=True)
+    with refuses("loss.bad_num_samples", "num_samples"):
+        leanclip.create_loss("infonce", learn_pair_weights=True)
