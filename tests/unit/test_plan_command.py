@@ -126,6 +126,18 @@ def test_a_batch_that_does_not_fit_is_refused_in_one_line(capsys, small_model):
     assert refusal_code(err) == "plan.does_not_fit" and "0.1 GiB" in err
 
 
+def test_data_of_a_few_samples(capsys, small_model):
+    flags = ("--model", small_model, "--gpu", "A10", "--compile", "off", "--samples", "300")
+    code, out, _ = plan(capsys, *flags)
+    assert code == 0 and "largest batch: 300 in micro-batches (limited by --samples)" in out
+
+
+def test_a_batch_that_batch_norm_refuses_ends_in_one_line(capsys):
+    flags = ("--model", "leanclip-tiny", "--gpu", "A10", "--compile", "off", "--global-batch-size", "1")
+    code, out, err = plan(capsys, *flags)
+    assert code == 2 and out == "" and refusal_code(err) == "plan.not_traceable" and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(("gpus", "fsdp", "advised"), [(1, False, False), (2, False, True), (2, True, False)])
 def test_fsdp_is_advised_on_several_gpus(gpus, fsdp, advised):
     config = TrainConfig(parallel=ParallelConfig(fsdp=fsdp), data=DataConfig(global_batch_size=64))

@@ -143,7 +143,9 @@ def show(options: list[Option], planner: Planner, notes: list[str], console: Con
 def traceable(config: TrainConfig) -> Iterator[None]:
     try:
         yield
-    except UNTRACED as error:
+    except (*UNTRACED, ValueError) as error:  # such as a batch norm of one sample
+        if isinstance(error, UserError):
+            raise
         message = f"{config.model.model} cannot be traced without data: {first_line(error)}"
         raise UserError(message, code="plan.not_traceable") from error
 

@@ -182,8 +182,9 @@ class Planner:
         fixed, activations = self._memory_of_a_sample(config)
         small = (size for size in MICRO_BATCHES if 2 * size * activations <= self.room - fixed)
         micro = config.parallel.micro_batch or next(small, MICRO_BATCHES[-1])
-        most = max(min(self.samples // self.ranks, MOST_SHARE) // UNIT * UNIT, UNIT)
-        last, share, needed = 0, UNIT, {0: 0}
+        most = max(1, min(self.samples // self.ranks, MOST_SHARE))
+        unit = min(UNIT, most)
+        last, share, needed = 0, unit, {0: 0}
         while share not in needed and len(needed) <= MOST_TRACES:
             data = replace(config.data, global_batch_size=share * self.ranks)
             step = self.step(replace(config, data=data), micro)
@@ -191,7 +192,7 @@ class Planner:
             # The first slope is that of the pixels: the batch's and those of the next one.
             grown = needed[share] - needed[last] if last else 2 * step.memory["batch"]
             line = share + (self.room - step.needed) * (share - last) / max(1, grown)
-            last, share = share, min(max(int(line) // UNIT * UNIT, UNIT), most)
+            last, share = share, max(unit, min(int(line), most) // unit * unit)
         return max(size for size, memory in needed.items() if memory <= self.room) * self.ranks
 
 
