@@ -1,6 +1,7 @@
 """Indexing a tar shard: one walk over its headers gives the position of every file. Contents are not read."""
 
 import contextlib
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -207,17 +208,21 @@ class _Walk:
         return None if only_zeros else self.size
 
 
+@functools.lru_cache(1 << 16)
+def _expected_sum(field: bytes) -> int:
+    """The sum of the bytes of a header with this checksum, which counts its own field as spaces."""
+    return int(field.rstrip(b" \0"), 8) + sum(field) - 8 * ord(" ")
+
+
 def _size(header: bytes, adler: int) -> int | None:
     """The size in a header; None if the checksum does not match."""
     try:
-        field, size = header[148:156], header[124:136]
-        checksum = int(field.rstrip(b" \0"), 8)
+        expected, size = _expected_sum(header[148:156]), header[124:136]
         number = int.from_bytes(size[1:], "big") if size[0] == 0x80 else int(size.rstrip(b" \0") or b"0", 8)
     except ValueError:
         return None
-    # The low half of Adler-32 is 1 plus the sum of the bytes modulo 65521, computed at the speed of C. The checksum
-    # counts its own field as spaces.
-    matches = not ((adler & 0xFFFF) - 1 - sum(field) + 8 * ord(" ") - checksum) % ADLER_MODULUS
+    # The low half of Adler-32 is 1 plus the sum of the bytes modulo 65521, computed at the speed of C.
+    matches = not ((adler & 0xFFFF) - 1 - expected) % ADLER_MODULUS
     return number if matches and number >= 0 else None
 
 
