@@ -2,6 +2,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from checkpoint_runs import train
 
 SMALL = {
@@ -50,3 +51,20 @@ def run(eight_steps, tmp_path):
     shutil.copytree(eight_steps / "logs", tmp_path / "logs", symlinks=True)
     shutil.copy(eight_steps / "tiny.json", tmp_path / "tiny.json")
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory):
+    """A small BERT with its tokenizer, as transformers saves them."""
+    transformers = pytest.importorskip("transformers")
+    directory = tmp_path_factory.mktemp("bert")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "dog", "red", "two", *map(chr, range(97, 123))]
+    (directory / "vocab.txt").write_text("\n".join(dict.fromkeys(words)))
+    transformers.BertTokenizerFast(vocab=str(directory / "vocab.txt")).save_pretrained(directory)
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=24,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.BertModel(config).save_pretrained(directory)
+    return directory

@@ -25,23 +25,6 @@ COCA = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def bert(tmp_path_factory):
-    """A small BERT with its tokenizer, as transformers saves them."""
-    transformers = pytest.importorskip("transformers")
-    directory = tmp_path_factory.mktemp("bert")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "cat", "dog", "red", "two", *map(chr, range(97, 123))]
-    (directory / "vocab.txt").write_text("\n".join(dict.fromkeys(words)))
-    transformers.BertTokenizerFast(vocab=str(directory / "vocab.txt")).save_pretrained(directory)
-    config = transformers.BertConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=24,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.BertModel(config).save_pretrained(directory)
-    return directory
-
-
 def hugging_face(bert, **text):
     text = {"hf_model_name": str(bert), "hf_tokenizer_name": str(bert), "hf_proj_type": "linear",
             "hf_pooler_type": "mean_pooler", "context_length": 12} | text  # fmt: skip

@@ -36,7 +36,7 @@ from leanclip.checkpointing.storage import (
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.filesystem import put_back, remove, replace_directory, sync
-from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, step_directories, with_temperature
+from leanclip.models import WEIGHTS_FILE, step_directories, with_temperature
 from leanclip.models.saved import LAST
 from leanclip.progress import ACTIVITY
 
@@ -225,9 +225,9 @@ class Checkpoints:
         write_safetensors(directory / WEIGHTS_FILE, weights | averages)
         if averages:
             write_safetensors(directory / TRAINED_FILE, weights)
-        config = json.dumps(self.state.model.open_clip_config(), indent=1)
-        for name, text in {CONFIG_FILE: config, **request.texts}.items():
-            (directory / name).write_text(text, encoding="utf-8")
+        texts = {name: text.encode() for name, text in request.texts.items()}
+        for name, content in (self.state.model.config_files(self.directory / LAST) | texts).items():
+            (directory / name).write_bytes(content)
 
     def _prune(self) -> None:
         if not self.keep_last:

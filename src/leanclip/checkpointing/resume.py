@@ -144,7 +144,7 @@ CONTENT = {
     "settings": {"model": lambda value: isinstance(value, str), "loss": lambda value: isinstance(value, str)},
     "threads": lambda value: value is None or _is_count(value),
     "manifest": lambda value: value is None or isinstance(value, list),
-    "architecture": {"model_cfg": {"vision_cfg": lambda value: isinstance(value, dict)}},
+    "architecture": {"model_cfg": dict.fromkeys(("vision_cfg", "text_cfg"), lambda value: isinstance(value, dict))},
     "values": {
         "optimizer": {
             "kind": lambda value: isinstance(value, str),
@@ -202,10 +202,13 @@ def find_checkpoint(resume: str, run: Path) -> tuple[Path | None, list[str]]:
 
 
 def _trained_architecture(architecture: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of an open_clip config that must not change: not the initial temperature, nor patch dropout."""
+    """The part of an open_clip config that must not change: not the initial temperature, patch dropout, nor where
+    the text tower's configuration is."""
     copy = json.loads(json.dumps(architecture))
     model = {name: value for name, value in copy["model_cfg"].items() if not name.startswith("init_logit_")}
     model["vision_cfg"].pop("patch_dropout", None)
+    for name in ("hf_model_name", "hf_tokenizer_name"):
+        model["text_cfg"].pop(name, None)
     return copy | {"model_cfg": model}
 
 

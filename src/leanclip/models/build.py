@@ -11,7 +11,10 @@ from leanclip.models.config import ModelConfig
 from leanclip.models.open_clip_api import exported_config, model_config_of, open_clip, registered
 from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE
 from leanclip.models.tokenizer import with_cache
+from leanclip.models.towers.compose import compose
+from leanclip.models.towers.layers import Side
 from leanclip.models.towers.sizes import check_preprocessing, check_sizes
+from leanclip.models.towers.tower_weights import load_tower
 from leanclip.models.two_tower import TwoTower
 from leanclip.models.untrusted import without_code
 from leanclip.models.weights import load_weights, pretrained_weights, saved_preprocessing
@@ -27,25 +30,31 @@ def create_model(
     """
     assert config.model is not None
     name, architecture = model_config_of(config.model)
+    tower_preprocess: dict[str, Any] = {}
+    if config.composed:
+        name = " + ".join(filter(None, (config.image_tower, config.text_tower)))
+        architecture, tower_preprocess = compose(config, architecture)
     siglip_start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
     architecture = _with_overrides(siglip_start | architecture, config, name)
     if shapes_only:
         with torch.device("meta"):
-            return build_model(name, architecture, None, config.preprocess, double=double, device="meta")
+            return build_model(
+                name, architecture, None, tower_preprocess | config.preprocess, double=double, device="meta"
+            )
     weights, preprocess = pretrained_weights(config)
-    model = build_model(name, architecture, weights, preprocess | config.preprocess, double=double)
+    model = build_model(name, architecture, weights, tower_preprocess | preprocess | config.preprocess, double=double)
     model.weights = dict.fromkeys(model.weights, config.pretrained)
+    towers: dict[Side, str | None] = {"image": config.pretrained_image, "text": config.pretrained_text}
+    for side, source in towers.items():
+        if source is not None:
+            load_tower(model.clip, side, source)
+            model.weights[side] = source
     return model
 
 
 def _with_overrides(architecture: dict[str, Any], config: ModelConfig, name: str) -> dict[str, Any]:
     vision, text = architecture["vision_cfg"], architecture["text_cfg"]
     if config.force_image_size is not None:
-        if "timm_model_name" in vision:
-            raise UserError(
-                f"--force-image-size does not work with {name}: its image tower has one size",
-                code="model.unsupported_option",
-            )
         vision["image_size"] = config.force_image_size
     if config.force_context_length is not None:
         text["context_length"] = config.force_context_length
@@ -95,6 +104,14 @@ def config_of_file(weights: Path) -> Path | None:
     return beside if beside.is_file() else None
 
 
+def is_resized(visual: Any) -> bool:
+    """Whether the image tower is one of timm with a fixed image size, and not at that of its weights."""
+    trunk: Any = getattr(visual, "trunk", None)
+    if getattr(getattr(trunk, "patch_embed", None), "img_size", None) is None:
+        return False
+    return tuple(trunk.pretrained_cfg["input_size"][1:]) != tuple(visual.image_size)
+
+
 def build_model(
     name: str,
     config: dict[str, Any],
@@ -109,12 +126,14 @@ def build_model(
     check_preprocessing(preprocess, name)
     with registered(config) as registered_name:
         try:
-            clip = open_clip.create_model(
+            clip: Any = open_clip.create_model(
                 registered_name, device=device, force_preprocess_cfg=preprocess, pretrained_text=False
             )
             tokenizer = with_cache(open_clip.get_tokenizer(registered_name))
         except Exception as error:  # of many types: whatever the libraries make of a wrong config
             raise UserError(f"cannot build {name}: {without_code(error)}", code="model.bad_config") from error
+    if is_resized(clip.visual):  # open_clip builds timm's vision transformers at their own image size
+        clip.visual.set_input_size(clip.visual.image_size)
     if double:
         clip = clip.double()
     if weights is not None:

@@ -1,8 +1,10 @@
 """The configuration of the model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from leanclip.models.saved import CONFIG_FILE
 from leanclip.settings import setting
 
 
@@ -11,10 +13,20 @@ class ModelConfig:
     """Model"""
 
     model: str | None = setting(None, common=True, resume="free")
-    """An open_clip model name, the path of a config file in its format, or hf-hub:ORG/NAME. Default: the model of
-    the run that --pretrained names, else ViT-B-32; leanclip-tiny for the bundled data."""
+    """An open_clip model name, a config file, or hf-hub:ORG/NAME. Default: the model of the run that
+    --pretrained names, else ViT-B-32; leanclip-tiny for the bundled data."""
     pretrained: str | None = setting(None, common=True, resume="free")
     """Initial weights: a checkpoint, a leanclip run, an open_clip tag, or hf-hub:ORG/NAME."""
+    image_tower: str | None = setting(None, resume="fixed")
+    """The image tower in place of that of --model: timm:NAME, or the open_clip model that it is taken from."""
+    text_tower: str | None = setting(None, resume="fixed")
+    """The text tower likewise: hf:DIRECTORY or hf:NAME of transformers (BERT, RoBERTa, mT5), or open_clip's."""
+    pretrained_image: str | None = setting(None, resume="free")
+    """Initial weights of the image tower alone: a file, a directory, timm:NAME or hf-hub:ORG/NAME."""
+    pretrained_text: str | None = setting(None, resume="free")
+    """Initial weights of the text tower alone: a file, a directory or hf-hub:ORG/NAME."""
+    head: Literal["linear", "mlp"] = setting("linear", resume="fixed")
+    """The trained projection of timm: and hf: towers."""
     lock_image: bool = setting(False, resume="fixed")
     """Freeze the image tower (LiT); its projection is trained."""
     lock_image_unlocked_groups: int = setting(0, resume="fixed")
@@ -56,7 +68,32 @@ class ModelConfig:
         names = ("mean", "std", "interpolation", "resize_mode")
         return {name: value for name in names if (value := getattr(self, f"image_{name}")) is not None}
 
+    @property
+    def _towers(self) -> tuple[str | None, str | None]:
+        return self.image_tower, self.text_tower
+
+    @property
+    def composed(self) -> bool:
+        """Whether towers are named one by one."""
+        return any(self._towers)
+
+    @property
+    def random_locked(self) -> bool:
+        """Whether a tower is locked that starts without weights."""
+        image, text = self.pretrained or self.pretrained_image, self.pretrained or self.pretrained_text
+        return (self.lock_image and image is None) or (self.lock_text and text is None)
+
+    def resumed_from(self, checkpoint: Path) -> "ModelConfig":
+        """The settings that load a checkpoint of a run with these. It carries what towers from elsewhere need."""
+        model = str(checkpoint / CONFIG_FILE) if self.composed else self.model
+        towers = dict.fromkeys(("image_tower", "text_tower", "pretrained_image", "pretrained_text"))
+        return replace(self, model=model, pretrained=str(checkpoint), **towers)
+
     def __post_init__(self) -> None:
+        if self.pretrained is not None and any((*self._towers, self.pretrained_image, self.pretrained_text)):
+            raise ValueError(
+                "--pretrained is a whole model; give the towers' weights as --pretrained-image and --pretrained-text"
+            )
         invalid = {
             "aug_scale": (
                 self.aug_scale and not 0 < self.aug_scale[0] <= self.aug_scale[1] <= 1,

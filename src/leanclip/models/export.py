@@ -13,8 +13,9 @@ from torch import Tensor
 from leanclip.errors import UserError, first_line
 from leanclip.filesystem import atomic_path, put_back, remove, replace_directory, write_atomically
 from leanclip.models import transformers_clip
-from leanclip.models.build import build_model
+from leanclip.models.build import build_model, is_resized
 from leanclip.models.open_clip_api import HEADER_KEY, PreprocessCfg, architecture_name
+from leanclip.models.saved import CONFIG_FILE
 from leanclip.models.two_tower import TwoTower
 
 TOLERANCE = 1e-5  # of every entry of a unit vector
@@ -37,27 +38,33 @@ def export_open_clip(model: TwoTower, out: Path, *, overwrite: bool = False) -> 
     if out.suffix not in SUFFIXES:
         raise UserError(f"{out}: the name must end in {' or '.join(SUFFIXES)}", code="export.bad_suffix")
     name, config_file = architecture_name(model.config), out.with_suffix(".json")
-    write_config = name is None and not _holds(config_file, model.config)
-    if write_config and config_file.exists() and not overwrite:
-        raise UserError(
-            f"{config_file} exists and is not this model's config; give another name, or --overwrite",
-            code="export.exists",
-        )
+    text_folder = out.with_suffix(".text")  # what a text tower of transformers needs
+    text_files = model.config_files(text_folder)
+    header = text_files.pop(CONFIG_FILE).decode()
+    config = json.loads(header)["model_cfg"]
+    write_config = name is None and not _holds(config_file, config)
+    for path, written in ((config_file, write_config), (text_folder, bool(text_files))):
+        if written and path.exists() and not overwrite:
+            raise UserError(
+                f"{path} exists and is not this model's; give another name, or --overwrite", code="export.exists"
+            )
     weights = {name: value.detach().cpu().contiguous() for name, value in model.clip.state_dict().items()}
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(out, suffix=out.suffix) as temporary:
-        _save(weights, temporary, json.dumps(model.open_clip_config()))
+        _save(weights, temporary, header)
         again = build_model(out.name, model.config, temporary, model.open_clip_config()["preprocess_cfg"]).eval()
         difference = _difference(
             model, again.encode_image, lambda texts: again.encode_text(again.tokenizer(texts)), str(out)
         )
     if write_config:
-        write_atomically(config_file, json.dumps(model.config, indent=1) + "\n")
-    options = {"pretrained": str(out)} | _loading_options(model.preprocess)
-    arguments = ", ".join([repr(name or out.stem), *(f"{key}={value!r}" for key, value in options.items())])
+        write_atomically(config_file, json.dumps(config, indent=1) + "\n")
+    for file, content in text_files.items():
+        text_folder.mkdir(exist_ok=True)
+        write_atomically(text_folder / file, content)
     load = ["import open_clip"] + ([] if name else [f"open_clip.add_model_config({str(config_file)!r})"])
-    load.append(f"model, _, preprocess = open_clip.create_model_and_transforms({arguments})")
-    return Exported(files=[out, config_file] if write_config else [out], load="\n".join(load), difference=difference)
+    load += _loading_lines(model, name or out.stem, out)
+    files = [out, *([config_file] if write_config else []), *([text_folder] if text_files else [])]
+    return Exported(files=files, load="\n".join(load), difference=difference)
 
 
 def export_transformers(model: TwoTower, out: Path, card: Callable[[], str]) -> Exported:
@@ -108,6 +115,18 @@ def _difference(
             code="export.different",
         )
     return difference
+
+
+def _loading_lines(model: TwoTower, name: str, out: Path) -> list[str]:
+    if is_resized(model.clip.visual):  # open_clip would load weights of one size into a tower of another
+        return [
+            f"model = open_clip.create_model({name!r})",
+            f"model.visual.set_input_size({tuple(model.clip.visual.image_size)})",
+            f"open_clip.load_checkpoint(model, {str(out)!r})",
+        ]
+    options = {"pretrained": str(out)} | _loading_options(model.preprocess)
+    arguments = ", ".join([repr(name), *(f"{key}={value!r}" for key, value in options.items())])
+    return [f"model, _, preprocess = open_clip.create_model_and_transforms({arguments})"]
 
 
 def _loading_options(preprocess: PreprocessCfg) -> dict[str, Any]:

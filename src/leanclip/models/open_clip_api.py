@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
-from open_clip import timm_model
+from open_clip import hf_configs, timm_model
 from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.tokenizer import SimpleTokenizer, get_clean_fn
 from open_clip.transform import PreprocessCfg, image_transform_v2
@@ -38,6 +38,7 @@ __all__ = [
 
 HUB = "hf-hub:"
 HEADER_KEY = "open_clip_config"  # in the header of exported weights
+HF_TEXT_MODELS = frozenset(hf_configs.arch_dict)  # the types of transformers' models that open_clip takes
 TEMPLATES = {  # with {} for the name of the class
     "openai": tuple(template("{}") for template in OPENAI_IMAGENET_TEMPLATES),
     "simple": tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES),
@@ -84,6 +85,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not all(isinstance(part, dict) for part in parts) or "embed_dim" not in config:
         raise bad_config(path, "it needs embed_dim, vision_cfg and text_cfg")
     check_sizes(config, str(path), in_memory=False)
+    home = path.parent if path.name == CONFIG_FILE else path.with_suffix(".text")
+    if "hf_model_name" in config["text_cfg"] and (home / "config.json").is_file():
+        # a checkpoint or an export carries its text tower's configuration and tokenizer
+        config["text_cfg"] |= dict.fromkeys(("hf_model_name", "hf_tokenizer_name"), str(home.resolve()))
     return config
 
 
@@ -113,6 +118,16 @@ def timm_layers(trunk: Any) -> list[list[str]]:
     """The parameter names of each layer of a timm model, first to last."""
     groups = timm_model.timm.models.group_parameters(trunk, trunk.group_matcher())
     return [groups[number] for number in sorted(groups)]
+
+
+def timm_settings(name: str) -> dict[str, Any]:
+    """What timm records of the weights of a model: input size, mean and deviation, where they are."""
+    timm = timm_model.timm
+    settings = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    if settings is None:
+        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.4)
+        raise UserError(f"timm has no model {name!r}; nearest: {', '.join(near)}", code="model.unknown")
+    return settings.to_dict(remove_source=False, remove_null=True)
 
 
 def is_model_name(name: str) -> bool:

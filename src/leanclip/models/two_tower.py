@@ -1,9 +1,12 @@
 """TwoTower: an open_clip model behind a small interface."""
 
+import json
 import math
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from leanclip.errors import UserError
 from leanclip.models.blocks import Block, adopt_blocks
 from leanclip.models.kernel_barriers import add_kernel_barriers
 from leanclip.models.open_clip_api import PreprocessCfg, VisionTransformer, image_transform_v2
+from leanclip.models.saved import CONFIG_FILE
 from leanclip.models.text_length import EndOfText, Texts, padding_reason, pooling, text_tower
 from leanclip.models.towers.layers import Side, TowerSummary, lock, roots, summarise, train_unfrozen
 from leanclip.models.towers.projection import Projection
@@ -54,6 +58,10 @@ class TwoTower(nn.Module):
         if self.padding_reason is None and not adopt_blocks(text_tower(clip).transformer):
             self.padding_reason = "the text tower has blocks of an unknown type"
         self.end_of_text: EndOfText | None = None if self.padding_reason else pooling(clip)  # None: runs padded
+        text: Any = getattr(clip, "text", None)
+        self.padding: int | None = text.config.pad_token_id if hasattr(text, "pooler") else None
+        if self.padding is not None:  # transformers' own, which masks padding: trimmed to the longest of a batch
+            self.padding_reason = None
 
     def train(self, mode: bool = True) -> "TwoTower":
         super().train(mode)
@@ -128,6 +136,8 @@ class TwoTower(nn.Module):
         Tokens or `lengths` on the host avoid a synchronisation with the device.
         """
         device = self.image_mean.device
+        if self.padding is not None and not tokens.is_floating_point():
+            tokens = tokens[:, : max(1, int((tokens != self.padding).sum(-1).max()))]
         if self.end_of_text is None or tokens.is_floating_point():
             return tokens.to(device, non_blocking=True)
         if lengths is None:
@@ -196,6 +206,26 @@ class TwoTower(nn.Module):
     def open_clip_config(self) -> dict[str, Any]:
         """The config that open_clip's `local-dir:` reads beside the weights."""
         return {"model_cfg": self.config, "preprocess_cfg": asdict(self.preprocess)}
+
+    def config_files(self, home: Path) -> dict[str, bytes]:
+        """The files beside the weights in a directory that will be `home`: the config, and for a text tower of
+        transformers its configuration and tokenizer, so that nothing else is needed to load the model."""
+        files, config = {}, self.open_clip_config()
+        if "hf_model_name" in self.config["text_cfg"]:
+            files = text_files(self.clip.text.config, self.tokenizer)
+            text = self.config["text_cfg"] | dict.fromkeys(
+                ("hf_model_name", "hf_tokenizer_name"), str(home.absolute())
+            )
+            config |= {"model_cfg": self.config | {"text_cfg": text}}
+        return {CONFIG_FILE: json.dumps(config, indent=1).encode()} | files
+
+
+def text_files(config: Any, tokenizer: Any) -> dict[str, bytes]:
+    """What transformers saves of a text tower besides its weights."""
+    with tempfile.TemporaryDirectory() as name:
+        config.save_pretrained(name)
+        tokenizer.tokenizer.save_pretrained(name)
+        return {path.name: path.read_bytes() for path in sorted(Path(name).iterdir())}
 
 
 def _runs_by_blocks(visual: Any) -> bool:

@@ -32,7 +32,7 @@ def model_for_run(config: TrainConfig, start: ModelConfig | None = None, *, shap
     if blocks := config.parallel.grad_checkpointing:
         model.checkpoint_activations(None if blocks is True else blocks)
     if config.parallel.pad_text:
-        model.end_of_text = None
+        model.end_of_text = model.padding = None
     return model
 
 

@@ -54,11 +54,10 @@ def resolve(config: TrainConfig) -> ResolvedRun:
     ranks, loss_flags = Ranks.current(), config.loss
     resume_from, warnings = _find_checkpoint(config, ranks)
     notes = [f"warning: {warning}" for warning in warnings]
-    locked = config.model.lock_image or config.model.lock_text
-    if locked and config.model.pretrained is None and resume_from is None:
+    if config.model.random_locked and resume_from is None:
         raise UserError(
             "--lock-image and --lock-text freeze trained towers, and without weights these are random;"
-            " give --pretrained",
+            " give --pretrained, --pretrained-image or --pretrained-text",
             code="model.locked_without_weights",
         )
     fine_tuning, saved, given = config.model.pretrained is not None, None, config

@@ -100,7 +100,7 @@ class BuiltRun:
 def build(run: ResolvedRun) -> BuiltRun:
     config, device, saved = run.config, run.device, run.saved
     torch.manual_seed(config.run.seed)
-    weights = config.model if saved is None else replace(config.model, pretrained=str(saved.path))
+    weights = config.model if saved is None else config.model.resumed_from(saved.path)
     model = model_for_run(config, weights)
     config = replace(config, loss=_starting_temperature(config, model))
     notes = list(run.notes)

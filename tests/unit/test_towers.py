@@ -1,0 +1,197 @@
+"""Any two towers: put together, trained, saved with all they need, and loaded by open_clip alone."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import open_clip
+import pytest
+import timm
+import torch
+from checkpoint_runs import leanclip as command
+from safetensors.torch import load_file, save_file
+from test_cli_errors import refusal
+
+import leanclip
+from leanclip.data.datasets import BUNDLED
+from leanclip.models import ModelConfig, create_model, load_model
+from refusal import refusal_code, refuses
+
+TEXTS = ["a cat", "two", "a red dog a red dog", ""]
+TRAIN = ["train", "--train-data", BUNDLED / "val-*.tar", "--batch-size", "8", "--max-steps", "2", "--workers", "0",
+         "--device", "cpu", "--eval-every", "0", "--save-every", "1", "--warmup", "0", "--lr", "1e-3", "--model",
+         "leanclip-tiny"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def timm_weights(tmp_path_factory):
+    """State dicts as timm saves them, classifier included."""
+    folder = tmp_path_factory.mktemp("timm")
+    for name in ("test_efficientnet", "test_vit"):
+        torch.manual_seed(1)
+        model = timm.create_model(name, pretrained=False)
+        weights = {key: value.contiguous() for key, value in model.state_dict().items()}
+        save_file(weights, folder / f"{name}.safetensors")
+    return folder
+
+
+def towers(bert, timm_weights, name="test_efficientnet", **changed):
+    config = ModelConfig(
+        model="leanclip-tiny", image_tower=f"timm:{name}", text_tower=f"hf:{bert}", pretrained_text=str(bert),
+        pretrained_image=str(timm_weights / f"{name}.safetensors"), **changed
+    )  # fmt: skip
+    return create_model(config)
+
+
+def test_two_towers_make_a_model(bert, timm_weights):
+    model = towers(bert, timm_weights, name="test_vit")
+    assert type(model.clip).__name__ == "CustomTextCLIP" and model.config["embed_dim"] == 128
+    for name, value in load_file(timm_weights / "test_vit.safetensors").items():
+        if not name.startswith("head."):
+            assert torch.equal(model.clip.visual.trunk.state_dict()[name], value), name
+    for name, value in load_file(bert / "model.safetensors").items():
+        if not name.startswith("pooler."):
+            assert torch.equal(model.clip.text.transformer.state_dict()[name], value), name
+    assert model.preprocess.mean == [0.5, 0.5, 0.5]  # timm's, not CLIP's
+    assert model.clip.visual.image_size == (160, 160)
+    assert [tower.weights for tower in model.summary()] == [str(timm_weights / "test_vit.safetensors"), str(bert)]
+    assert type(model.clip.visual.head.proj) is torch.nn.Linear and type(model.clip.text.proj) is torch.nn.Linear
+    other = towers(bert, timm_weights, head="mlp", image_mean=(0.1, 0.2, 0.3))
+    assert hasattr(other.clip.visual.head, "mlp") and len(other.clip.text.proj) == 3
+    assert other.image_mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_towers_of_open_clip_are_taken_from_its_models(tmp_path, bert):
+    whole = create_model(ModelConfig(model="leanclip-tiny"))
+    torch.save(whole.clip.state_dict(), tmp_path / "whole.pt")
+    file = str(tmp_path / "whole.pt")
+    mixed = create_model(ModelConfig(model="leanclip-tiny", text_tower=f"hf:{bert}", pretrained_image=file))
+    assert torch.equal(mixed.clip.visual.conv1.weight, whole.clip.visual.conv1.weight)
+    other = create_model(ModelConfig(model="ViT-S-32-alt", text_tower="leanclip-tiny"), shapes_only=True)
+    assert other.config["vision_cfg"] == open_clip.get_model_config("ViT-S-32-alt")["vision_cfg"]  # pyright: ignore
+    both = create_model(
+        ModelConfig(model="leanclip-tiny", image_tower="leanclip-tiny", pretrained_image=file, pretrained_text=file)
+    )
+    tokens = whole.tokenizer(["a cat"])
+    assert torch.allclose(both.eval().encode_text(tokens), whole.eval().encode_text(tokens), atol=1e-6)
+
+
+def test_position_embeddings_are_resized(bert, timm_weights):
+    model = towers(bert, timm_weights, name="test_vit", force_image_size=64).eval()
+    assert model.encode_image(torch.randn(2, 3, 64, 64)).shape == (2, 128)
+    stored = load_file(timm_weights / "test_vit.safetensors")["pos_embed"]
+    resized = model.clip.visual.trunk.pos_embed.detach()
+    assert resized.shape[1] < stored.shape[1] and float((resized.mean() - stored.mean()).abs()) < 0.01
+
+
+def test_texts_of_transformers_run_at_the_length_of_the_longest(bert, timm_weights):
+    model = towers(bert, timm_weights).double().eval()
+    tokens = model.tokenizer(TEXTS)
+    lengths = []
+    model.clip.text.transformer.embeddings.register_forward_hook(lambda _, __, out: lengths.append(out.shape[1]))
+    with torch.no_grad():
+        trimmed, padded = model.encode_text(tokens), model.clip.encode_text(tokens, normalize=True)
+    assert torch.allclose(trimmed, padded, atol=1e-5)
+    assert lengths == [8, tokens.shape[1]] and model.padding_reason is None
+
+
+# Runs where leanclip is never imported, after the source of the text tower is gone.
+FOREIGN = """
+import sys, warnings, torch, open_clip
+warnings.simplefilter("ignore")
+given = torch.load(sys.argv[1], weights_only=True)
+LOAD
+tokens = open_clip.get_tokenizer(NAME)(given["texts"])
+with torch.no_grad():
+    image, text = model.eval().encode_image(given["pixels"], True), model.encode_text(tokens, True)
+assert torch.allclose(image, given["image"], atol=1e-5), (image - given["image"]).abs().max()
+assert torch.allclose(text, given["text"], atol=1e-5), (text - given["text"]).abs().max()
+assert not any(module.startswith("leanclip") for module in sys.modules)
+"""
+
+
+def test_a_trained_pair_of_towers_needs_nothing_else(bert, timm_weights, tmp_path, capsys):
+    """Trained, killed between two steps and resumed, moved, exported: always without the source of the text tower."""
+    source = shutil.copytree(bert, tmp_path / "source")
+    flags = [*TRAIN, "--image-tower", "timm:test_efficientnet", "--text-tower", f"hf:{source}", "--pretrained-image",
+             timm_weights / "test_efficientnet.safetensors", "--pretrained-text", source, "--force-image-size", 32,
+             "--lock-image", "--logs", tmp_path, "--name", "run"]  # fmt: skip
+    assert command(*flags) == 0
+    shutil.rmtree(source)
+    assert command(*flags, "--resume", tmp_path / "run/checkpoints/step_00000001", "--max-steps", "3") == 0, (
+        capsys.readouterr()
+    )
+    ours, _, tokenizer = leanclip.load(tmp_path / "run")
+    assert ours.clip.visual.image_size == (32, 32) and ours.preprocess.std == [0.229, 0.224, 0.225]
+    pixels = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        image, text = ours.encode_image(pixels), ours.encode_text(tokenizer(TEXTS))
+    torch.save({"pixels": pixels, "texts": TEXTS, "image": image, "text": text}, tmp_path / "given.pt")
+    capsys.readouterr()
+    assert command("export", tmp_path / "run", tmp_path / "out" / "pair.safetensors") == 0
+    shown = capsys.readouterr().out
+    exported = shown[shown.index("import open_clip") :]
+    checkpoint = f"local-dir:{tmp_path}/run/checkpoints/last"
+    script = FOREIGN.replace("LOAD", exported).replace("NAME", "'pair'")
+    script += FOREIGN.replace("LOAD", f"model = open_clip.create_model({checkpoint!r})").replace(
+        "NAME", repr(checkpoint)
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "given.pt")], check=True, timeout=240)
+
+    again = load_model(tmp_path / "out" / "pair.safetensors").eval()
+    with torch.no_grad():
+        assert torch.allclose(again.encode_text(again.tokenizer(TEXTS)), text, atol=1e-6)
+    moved = shutil.copytree(tmp_path / "run/checkpoints/last/", tmp_path / "moved")
+    shutil.rmtree(tmp_path / "run")
+    with torch.no_grad():
+        assert torch.allclose(load_model(moved).eval().encode_text(tokenizer(TEXTS)), text, atol=1e-6)
+
+
+def test_towers_that_do_not_fit_are_one_line(bert, timm_weights, tmp_path, capsys):
+    base = [*map(str, TRAIN), "--logs", str(tmp_path / "logs")]
+
+    def refused(**settings):
+        flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        line = refusal([*base, *flags], capsys)
+        return refusal_code(line), line
+
+    vit = timm_weights / "test_vit.safetensors"
+    code, line = refused(image_tower="timm:test_efficientnet", pretrained_image=vit)
+    assert code == "weights.other_model" and "conv_stem.weight is missing" in line and "more" in line
+    tiny = create_model(ModelConfig(model="leanclip-tiny"))
+    torch.save(tiny.clip.state_dict(), tmp_path / "wide.pt")
+    config = open_clip.get_model_config("leanclip-tiny")
+    (tmp_path / "narrow.json").write_text(json.dumps(config | {"embed_dim": 64}))  # pyright: ignore
+    code, line = refused(
+        model=tmp_path / "narrow.json", text_tower=f"hf:{bert}", pretrained_image=tmp_path / "wide.pt"
+    )
+    assert code == "weights.other_model" and "attnpool.c_proj.weight is (128, 512) in the file and (64, 512)" in line
+    assert refused(text_tower=f"hf:{bert}", pretrained_text=tmp_path / "wide.pt")[0] == "weights.other_model"
+    assert refused(image_tower="timm:test_vitt")[0] == "model.unknown"
+    assert refused(text_tower=f"hf:{tmp_path}")[0] == "model.config_not_found"
+    assert refused(image_tower="timm:test_vit", pretrained_image="absent")[0] == "weights.not_found"
+    assert refused(image_tower="timm:test_vit", pretrained_image=tmp_path)[0] == "weights.not_found"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    code, line = refused(text_tower=f"hf:{tmp_path}")
+    assert code == "model.unsupported_text_tower" and "roberta" in line
+    assert "--pretrained-image" in refused(image_tower="timm:test_vit", pretrained=vit)[1]
+    assert refused(image_tower="ViT-B-32-quickgelu", text_tower="ViT-B-32")[0] == "model.other_activation"
+    assert not (tmp_path / "logs").exists() or not any((tmp_path / "logs").iterdir())
+
+
+def test_weights_of_towers_come_from_the_hub(bert, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with refuses("hub.unavailable", "network"):
+        create_model(ModelConfig(model="leanclip-tiny", text_tower="hf:some/bert"))
+    with refuses("hub.unavailable", "test_vit"):
+        name = "timm:test_vit.r160_in1k"
+        create_model(ModelConfig(model="leanclip-tiny", image_tower=name, pretrained_image=name))
+    snapshot = tmp_path / "models--some--bert" / "snapshots" / ("0" * 40)
+    shutil.copytree(bert, snapshot)
+    (tmp_path / "models--some--bert" / "refs").mkdir()
+    (tmp_path / "models--some--bert" / "refs" / "main").write_text("0" * 40)
+    model = create_model(ModelConfig(model="leanclip-tiny", text_tower="hf:some/bert", pretrained_text="some/bert"))
+    stored = load_file(bert / "model.safetensors")["encoder.layer.0.attention.self.query.weight"]
+    assert torch.equal(model.clip.text.transformer.encoder.layer[0].attention.self.query.weight, stored)
