@@ -6,11 +6,13 @@ import json
 import open_clip
 import pytest
 import torch
+from checkpoint_runs import job_of
 from tower_cases import FAMILIES, captions, model_of
 
 from leanclip.models import ModelConfig, create_model
 from leanclip.models.build import build_model
-from leanclip.models.towers.layers import tower_layers
+from leanclip.models.towers.layers import layer_rates, tower_layers
+from leanclip.optim import OptimConfig, scheduled, set_learning_rate, weight_decay_groups
 from refusal import refuses
 
 COCA = {
@@ -117,3 +119,33 @@ def test_the_decoder_of_coca_is_counted_and_not_trained():
         parameter.numel() for parameter in model.clip.parameters()
     )
     assert model_of({}, {}, {}).untrained_decoder == 0
+
+
+@pytest.mark.parametrize("family", ["clip", "resnet", "timm", "hugging face"])
+def test_learning_rates_by_tower_and_layer(family, request):
+    model = hugging_face(request.getfixturevalue("bert")) if family == "hugging face" else model_of(*FAMILIES[family])
+    rates = layer_rates(model.clip, base=1.0, image=0.5, text=None, head=8.0, decay=0.5)
+    image, text = tower_layers(model.clip, "image"), tower_layers(model.clip, "text")
+    assert {rates[name] for name in image.projection + text.projection} == {8.0}
+    for number, layer in enumerate(image.trunk):
+        assert {rates[name] for name in layer} <= {0.5 * 0.5 ** (len(image.trunk) - 1 - number)}
+    assert not any(name in rates for name in text.trunk[-1])  # that of the optimizer
+    assert {rates[name] for name in text.trunk[0]} == {0.5 ** (len(text.trunk) - 1)}
+    groups = weight_decay_groups(model, 0.1, {f"clip.{name}": rate for name, rate in rates.items()})
+    names = {id(parameter): name for name, parameter in model.clip.named_parameters()}
+    grouped = {names[id(p)]: group.get("lr", 1.0) for group in groups for p in group["params"]}
+    assert grouped == {name: rates.get(name, 1.0) for name in trained(model)}
+    assert all((p.ndim >= 2) == (group["weight_decay"] == 0.1) for group in groups for p in group["params"])
+    assert len(weight_decay_groups(model, 0.1, {})) == 2
+
+
+def test_learning_rates_follow_one_schedule(tmp_path):
+    settings = {"lr": 0.01, "lr_image": 0.001, "lr_head": 0.1, "layer_decay": 0.5, "warmup": 2}
+    job = job_of(tmp_path, **settings)
+    optimizer = job.context.optimizer
+    assert {group["peak_lr"] for group in optimizer.param_groups} >= {0.01, 0.005, 0.001, 0.0005, 0.1}
+    set_learning_rate(optimizer, scheduled(job.config.optim, 0, steps=8, steps_per_epoch=5), peak=0.01)
+    following = [group for group in optimizer.param_groups if group.get("follows_schedule", True)]
+    assert len(following) > 5 and all(group["lr"] == pytest.approx(group["peak_lr"] / 2) for group in following)
+    with pytest.raises(ValueError, match="layer_decay"):
+        OptimConfig(layer_decay=1.5)

@@ -15,6 +15,14 @@ class OptimConfig:
     """adamw, lamb, lion, sgdm or another optimizer of timm."""
     lr: float | None = common(None)
     """Peak learning rate. Default: interpolated from the published settings (docs/algorithm.md)."""
+    lr_image: float | None = setting(None, resume="fixed")
+    """Peak learning rate of the image tower's trunk. Default: --lr."""
+    lr_text: float | None = setting(None, resume="fixed")
+    """Peak learning rate of the text tower's trunk. Default: --lr."""
+    lr_head: float | None = setting(None, resume="fixed")
+    """Peak learning rate of both projections. Default: --lr."""
+    layer_decay: float = setting(1.0, resume="fixed")
+    """The learning rate of each layer of a trunk is this share of that of the layer after it."""
     lr_floor: float = 0.0
     """Learning rate at the end of the schedule."""
     lr_scheduler: Literal["cosine", "const", "const-cooldown"] = "cosine"
@@ -42,12 +50,13 @@ class OptimConfig:
     def __post_init__(self) -> None:
         for names, valid, allowed in (
             (
-                ("lr", "lr_cooldown_power", "eps_opt", "grad_clip_norm"),
+                ("lr", "lr_image", "lr_text", "lr_head", "lr_cooldown_power", "eps_opt", "grad_clip_norm"),
                 lambda x: 0 < x < math.inf,
                 "positive and finite",
             ),
             (("lr_floor", "wd"), lambda x: 0 <= x < math.inf, "finite, 0 or more"),
             (("beta1", "beta2", "momentum"), lambda x: 0 <= x < 1, "in [0, 1)"),
+            (("layer_decay",), lambda x: 0 < x <= 1, "in (0, 1]"),
             (("epochs_cooldown",), lambda x: x >= 1, "at least 1"),
             (("warmup",), lambda x: x >= 0, "0 or more steps"),
         ):

@@ -1,6 +1,7 @@
 """Optimizers by name, with the parameter groups that CLIP training uses."""
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,14 +13,21 @@ from leanclip.errors import UserError
 from leanclip.optim.config import OptimConfig
 
 
-def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; gains, biases and other vectors do not."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"name": "matrices", "params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"name": "vectors", "params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+def weight_decay_groups(
+    model: nn.Module, weight_decay: float, rates: Mapping[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """Matrices decay; gains, biases and other vectors do not. `rates` are peak learning rates by parameter, of those
+    that do not have the optimizer's."""
+    rates, groups = rates or {}, {}
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for kind, decay in (("matrices", weight_decay), ("vectors", 0.0)):
+        for name, parameter in trained:
+            if (parameter.ndim >= 2) != (kind == "matrices"):
+                continue
+            rate = rates.get(name)
+            new = {"name": kind, "params": [], "weight_decay": decay} | ({} if rate is None else {"lr": rate})
+            groups.setdefault((kind, rate), new)["params"].append(parameter)
+    return list(groups.values())
 
 
 def create_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optimizer:

@@ -25,7 +25,8 @@ from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.pair_weights import FIRST_EPOCH
 from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower
-from leanclip.optim import create_optimizer, weight_decay_groups
+from leanclip.models.towers.layers import layer_rates
+from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.optim.loss_scale import LossScale
 from leanclip.optim.weight_average import WeightEMA
 from leanclip.runs.config import TrainConfig
@@ -120,6 +121,20 @@ def build(run: ResolvedRun) -> BuiltRun:
     )
 
 
+def _rates(optim: OptimConfig, model: TwoTower) -> dict[str, float]:
+    """Peak learning rates of the parameters that do not have --lr."""
+    assert optim.lr is not None
+    rates = layer_rates(
+        model.clip,
+        base=optim.lr,
+        image=optim.lr_image,
+        text=optim.lr_text,
+        head=optim.lr_head,
+        decay=optim.layer_decay,
+    )
+    return {f"clip.{name}": rate for name, rate in rates.items()}
+
+
 def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     """Over the ranks: the model, the optimizer's state and the batches. A job that starts at step 0."""
     run, config, model, loss = built.run, built.config, built.model, built.loss
@@ -133,7 +148,7 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     towers = _wrap(model, run)
     ema = None if config.run.ema is None else WeightEMA(model, config.run.ema)
     assert config.optim.wd is not None
-    groups = [*weight_decay_groups(model, config.optim.wd), *loss.param_groups()]
+    groups = [*weight_decay_groups(model, config.optim.wd, _rates(config.optim, model)), *loss.param_groups()]
     loader = _make_loader(built, features)
     if ranks.rank > 0:
         torch.manual_seed(config.run.seed + 7919 * ranks.rank)  # so that dropout differs between ranks

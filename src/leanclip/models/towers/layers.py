@@ -63,6 +63,21 @@ def _by_block(names: list[str]) -> list[list[str]]:
     return layers
 
 
+def layer_rates(
+    clip: Any, *, base: float, image: float | None, text: float | None, head: float | None, decay: float
+) -> dict[str, float]:
+    """Learning rates by parameter name, of those that differ from `base`: the last layer of a trunk has that of its
+    tower, each layer before it a share of that of the layer after it."""
+    rates: dict[str, float] = {}
+    towers: dict[Side, float | None] = {"image": image, "text": text}
+    for side, rate in towers.items():
+        layers = tower_layers(clip, side)
+        rates |= dict.fromkeys(layers.projection, base if head is None else head)
+        for distance, names in enumerate(reversed(layers.trunk)):
+            rates |= dict.fromkeys(names, (base if rate is None else rate) * decay**distance)
+    return {name: rate for name, rate in rates.items() if rate != base}
+
+
 def lock(clip: Any, side: Side, unlocked: int) -> None:
     """Freeze the trunk of a tower except its last layers. Its projection stays trained.
 
