@@ -22,11 +22,14 @@ MODEL, WEIGHTS, CURVES = HERE / "model.json", HERE / "initial.safetensors", HERE
 LOSSES = ("infonce", "siglip", "fastclip-v3")
 
 
+OWN = {"siglip": " --bias 0", "fastclip-v3": " --lr-tau 2e-4"}
+
+
 def golden_arguments(loss: str, logs: Path) -> list[str]:
     return (
         f"train --model {MODEL} --pretrained {WEIGHTS} --loss {loss} --tau 0.07 --precision fp64 --max-steps 20"
         " --epochs 4 --batch-size 32 --lr 1e-2 --warmup 4 --workers 0 --aug-scale 0.5 1 --log-every 1"
-        f" --eval-every 0 --device cpu --logs {logs} --name {loss}{' --bias 0' if loss == 'siglip' else ''}"
+        f" --eval-every 0 --device cpu --logs {logs} --name {loss}{OWN.get(loss, '')}"
     ).split()
 
 
