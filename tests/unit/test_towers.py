@@ -118,6 +118,7 @@ def test_a_trained_pair_of_towers_needs_nothing_else(bert, timm_weights, tmp_pat
              timm_weights / "test_efficientnet.safetensors", "--pretrained-text", source, "--force-image-size", 32,
              "--lock-image", "--logs", tmp_path, "--name", "run"]  # fmt: skip
     assert command(*flags) == 0
+    assert f"timm:test_efficientnet + hf:{source}" in capsys.readouterr().out  # the summary names the towers
     shutil.rmtree(source)
     assert command(*flags, "--resume", tmp_path / "run/checkpoints/step_00000001", "--max-steps", "3") == 0, (
         capsys.readouterr()

@@ -32,7 +32,7 @@ def create_model(
     name, architecture = model_config_of(config.model)
     tower_preprocess: dict[str, Any] = {}
     if config.composed:
-        name = " + ".join(filter(None, (config.image_tower, config.text_tower)))
+        name = str(config.title)
         architecture, tower_preprocess = compose(config, architecture)
     siglip_start = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if siglip else {}
     architecture = _with_overrides(siglip_start | architecture, config, name)

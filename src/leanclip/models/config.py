@@ -78,6 +78,11 @@ class ModelConfig:
         return any(self._towers)
 
     @property
+    def title(self) -> str | None:
+        """The model, or the towers that are put together."""
+        return " + ".join(filter(None, self._towers)) or self.model
+
+    @property
     def random_locked(self) -> bool:
         """Whether a tower is locked that starts without weights."""
         image, text = self.pretrained or self.pretrained_image, self.pretrained or self.pretrained_text

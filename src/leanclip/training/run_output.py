@@ -156,7 +156,7 @@ def describe(job: Job, version: str) -> dict[str, object]:
         "name": config.run.name,
         "version": version,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "model": config.model.model,
+        "model": config.model.title,
         "loss": config.run.loss,
         "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
         "train_samples": len(job.data.train),

@@ -25,7 +25,7 @@ def summary(job: Job, directory: RunDirectory) -> list[str]:
         "run": f"{config.run.name}, written to {directory.path}",
         "data": _data(job),
         "held out": f"{len(job.data.val):,} samples" if job.data.val else "none",
-        "model": config.model.model,
+        "model": config.model.title,
         **{f"{tower.side} tower": str(tower).partition(": ")[2] for tower in job.model.summary()},
         "decoder": f"of CoCa, {decoder:,} parameters: not trained" if decoder else "",
         "loss": _loss(job),
