@@ -66,7 +66,7 @@ def test_weights_are_fine_tuned_with_what_was_left_open(weights, tmp_path, capsy
     printed = finishes(command(tmp_path, "--name", "tuned", "--pretrained", str(weights)), capsys)
     lines = facts(printed)
     assert lines["loss"].startswith("infonce") and "learning rate 1.25e-06" in lines["optimizer"]  # 1e-5 at batch 256
-    assert "filled for fine-tuning, as --pretrained is given: --loss infonce --lr 1.25e-06" in printed
+    assert "filled for fine-tuning, as weights are given: --loss infonce --lr 1.25e-06" in printed
     assert str(weights) in lines["image tower"] and str(weights) in lines["text tower"]
     given = command(
         tmp_path, "--name", "given", "--pretrained", str(weights), "--lr", "3e-4", "--loss", "fastclip-v3"
@@ -90,6 +90,18 @@ def test_the_recipe_for_fine_tuning_has_the_rules_values():
     assert not values.keys() & {"loss", "lr", "warmup", "lr_tau"}, "a second source of these"
     long = fill(override(TrainConfig(), {"pretrained": "x", "loss": "fastclip-v3"}, "test"), samples=10**7)
     assert (long.optim.warmup, long.loss.lr_tau) == (1000, 1e-5)
+
+
+def test_projections_alone_and_towers_from_elsewhere_have_the_rules_values():
+    def filled(**values):
+        return fill(override(TrainConfig(), {"model": "ViT-B-32"} | values, "test"), samples=100_000)
+
+    heads = filled(pretrained="x", lock_image=True, lock_text=True)
+    assert (heads.run.loss, heads.optim.lr, heads.data.global_batch_size) == ("infonce", 5e-4, 128)
+    assert filled(pretrained="x", lock_image=True).optim.lr == pytest.approx(1e-5 / 2**0.5)
+    assert filled(pretrained="x", lock_image=True, lock_image_unlocked_groups=1, lock_text=True).optim.lr < 1e-5
+    assert filled(pretrained_image="x", image_tower="timm:resnet50").run.loss == "infonce"
+    assert filled().run.loss == "fastclip-v3"
 
 
 @pytest.mark.parametrize("flag", ["--lock-image", "--lock-text"])

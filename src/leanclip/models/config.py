@@ -83,6 +83,17 @@ class ModelConfig:
         return " + ".join(filter(None, self._towers)) or self.model
 
     @property
+    def from_weights(self) -> bool:
+        """Whether a tower starts from trained weights."""
+        return any((self.pretrained, self.pretrained_image, self.pretrained_text))
+
+    @property
+    def heads_only(self) -> bool:
+        """Whether only the projections behind both towers are trained."""
+        unlocked = self.lock_image_unlocked_groups or self.lock_text_unlocked_layers
+        return self.lock_image and self.lock_text and not unlocked
+
+    @property
     def random_locked(self) -> bool:
         """Whether a tower is locked that starts without weights."""
         image, text = self.pretrained or self.pretrained_image, self.pretrained or self.pretrained_text

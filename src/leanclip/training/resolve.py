@@ -60,7 +60,7 @@ def resolve(config: TrainConfig) -> ResolvedRun:
             " give --pretrained, --pretrained-image or --pretrained-text",
             code="model.locked_without_weights",
         )
-    fine_tuning, saved, given = config.model.pretrained is not None, None, config
+    fine_tuning, saved, given = config.model.from_weights, None, config
     if resume_from is not None and resume_from.is_file():
         OpenClipCheckpoint.read(resume_from)  # its errors come before the data are indexed
         run = replace(config.run, loss=loss_name(config))
@@ -94,7 +94,7 @@ def _as_begun(config: TrainConfig, saved: SavedRun) -> TrainConfig:
     before, run, optim = saved.content["settings"], config.run, config.optim
     if run.loss == AUTO_LOSS:
         run = replace(run, loss=str(before.get("loss", AUTO_LOSS)))
-    if config.model.pretrained is not None:
+    if config.model.from_weights:
         open_rates = {name: before.get(name) for name in ("lr", "warmup") if getattr(optim, name) is None}
         optim = replace(optim, **{name: rate for name, rate in open_rates.items() if isinstance(rate, int | float)})
     return replace(config, run=run, optim=optim)
@@ -108,7 +108,7 @@ def _filled_for_weights(given: TrainConfig, filled: TrainConfig) -> list[str]:
         "--warmup": filled.optim.warmup if given.optim.warmup is None else None,
     }
     flags = " ".join(f"{flag} {value}" for flag, value in values.items() if value is not None)
-    return [f"settings left open are filled for fine-tuning, as --pretrained is given: {flags}"] if flags else []
+    return [f"settings left open are filled for fine-tuning, as weights are given: {flags}"] if flags else []
 
 
 def _complete(
