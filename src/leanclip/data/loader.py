@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import math
+import multiprocessing
 import os
 import signal
 import threading
@@ -320,14 +321,17 @@ def _start_worker(_: int) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if hasattr(signal, "sigtimedwait"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def _exit_with_parent(parent: int) -> None:
+def _exit_with_parent() -> None:
     """Exit on the parent's SIGTERM, not on that of SLURM or a launcher, which send it to every process; and exit when
     the parent dies. A worker blocked in sending a batch would otherwise live on and keep copies of the parent's
     connections open, so that other ranks would wait for a dead one."""
+    parent, system_parent = multiprocessing.parent_process(), os.getppid()  # the second may be a fork server
+    assert parent is not None
     while True:
         received = signal.sigtimedwait({signal.SIGTERM}, PARENT_POLL_SECONDS)
-        if os.getppid() != parent or (received is not None and received.si_pid == parent):
+        ended = os.getppid() != system_parent or not parent.is_alive()
+        if ended or (received is not None and received.si_pid == parent.pid):
             os._exit(0)
