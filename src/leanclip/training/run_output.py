@@ -123,7 +123,8 @@ def open_output(job: Job, directory: RunDirectory, console: Console | None) -> I
         if log is None:
             yield output
             return
-        log.warn = lambda message: output.print(f"warning: {message}")
+        # Not through the output: a cycle would keep the job, and with it the loader's workers, after the run.
+        log.warn = lambda message: progress.print(f"warning: {message}")
         directory.describe(status="running")
         for location in (tracker.location for tracker in log.trackers if tracker.location):
             output.print(f"wandb: {location}")
