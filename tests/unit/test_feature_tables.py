@@ -14,6 +14,7 @@ from leanclip.features.table import FeatureTable
 
 NAMES = ("uncached", "cached", "fewer")
 WEIGHTS = []
+EMOJI = {"model": "leanclip-tiny", "pretrained": "emoji"}
 
 
 @pytest.fixture(autouse=True)
@@ -140,9 +141,16 @@ def test_rows_of_a_table(tmp_path):
         ({"cache_locked": 1}, "features.nothing_locked"),
         ({"cache_locked": 1, "lock_image": True, "lock_image_unlocked_groups": 2}, "features.nothing_locked"),
         ({"cache_locked": 0, "lock_image": True}, "config.bad_value"),
+        (
+            {"cache_locked": 1, "lock_image": True, "model": "leanclip-tiny", "pretrained": "emoji"},
+            "model.no_features",
+        ),
     ],
 )
 def test_what_cannot_be_cached_is_refused(tmp_path, capsys, options, code):
+    if options.get("pretrained") == "emoji":  # its image tower ends in timm's classifier, which is its projection
+        assert train_any(tmp_path, model="leanclip-tiny", max_steps=1, name="emoji") == 0
+        options = options | {"pretrained": tmp_path / "logs/emoji"}
     assert train(tmp_path, train_data=shard(tmp_path), global_batch_size=16, **options) == 2
     assert f"[{code}]" in capsys.readouterr().err
     assert not (tmp_path / "logs/run").exists()

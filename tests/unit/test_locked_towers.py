@@ -86,7 +86,7 @@ def test_the_last_layers_of_other_towers_can_be_unlocked(bert):
     modes = {name: module.training for name, module in text.clip.text.named_modules() if name.endswith("dropout")}
     assert not modes["transformer.embeddings.dropout"] and not modes["transformer.encoder.layer.0.output.dropout"]
     assert modes["transformer.encoder.layer.2.output.dropout"]  # an unlocked layer trains as usual
-    assert str(text.summary()[1]).endswith("layers 1 to 2 of 4 frozen, its projection trained")
+    assert str(text.summary()[1]).endswith("2 of 4 layers frozen, its projection trained")
 
 
 def test_nothing_left_to_train_is_refused():
@@ -107,7 +107,7 @@ def test_the_summary_names_the_weights(tmp_path):
     model.lock_image(2)
     lines = [str(tower) for tower in model.summary()]
     assert all(f"weights from {tmp_path}/start.pt" in line for line in lines)
-    assert "layers 1 to 12 of 13 frozen, its projection trained" in lines[0] and "frozen" not in lines[1]
+    assert "12 of 13 layers frozen, its projection trained" in lines[0] and "frozen" not in lines[1]
 
 
 def test_the_decoder_of_coca_is_counted_and_not_trained():

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 
 import pytest
+from shard_files import exit_code
 
 from leanclip.cli import main
 from leanclip.config import override
@@ -127,3 +128,8 @@ def test_a_hyper_parameter_of_another_loss_is_refused():
     assert asdict(config.loss)["rho"] == 6.5
     with pytest.raises(ValueError, match="no hyper-parameter 'rho'"):
         loss_from_config(config.run.loss, config.loss, num_samples=10)
+
+
+def test_fine_tuning_needs_weights(capsys):
+    assert exit_code("train", "--recipe", "finetune", "--model", "leanclip-tiny", "--dry-run") == 2
+    assert "[recipe.needs_weights]" in capsys.readouterr().err

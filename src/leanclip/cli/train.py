@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.parse import parse
 from leanclip.distributed import detect_launch
+from leanclip.errors import UserError
 from leanclip.planning.profile import profile
 from leanclip.planning.profile import summary as profile_summary
 from leanclip.recipes import list_recipes, recipe_path, settings_below
@@ -56,6 +57,9 @@ def run(arguments: list[str]) -> None:
     if command.recipe == "list":
         for name, summary in list_recipes():
             print(f"{name:<24} {summary}")
+    elif command.recipe == "finetune" and not command.settings.model.from_weights:
+        message = "--recipe finetune starts from weights; give --pretrained (a run, a file or an open_clip tag)"
+        raise UserError(message, code="recipe.needs_weights")
     elif command.dry_run or command.profile:
         with joined_processes(command.settings) as (config, _):
             (show_preview if command.dry_run else show_profile)(config)

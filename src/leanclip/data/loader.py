@@ -60,7 +60,7 @@ class TrainingLoader:
         visits = WeightedVisits(source.parts) if visits is None else visits
         if len(visits) < batch:
             raise UserError(
-                f"{len(visits)} training samples do not fill one batch of {batch}; give a smaller --batch-size",
+                f"{len(visits)} training samples do not fill a batch of {batch}; give a smaller --global-batch-size",
                 code="data.too_few_samples",
             )
         self.batch = batch
@@ -172,7 +172,7 @@ class _TrainingBatches(Dataset):
             else:
                 raise UserError(
                     f"no sample is left to replace a broken one ({'; '.join(examples)}); remove the"
-                    " broken samples, or give a smaller --batch-size",
+                    " broken samples, or give a smaller --global-batch-size",
                     code="data.no_replacement",
                 )
         tokens = torch.empty(0, dtype=torch.int64)

@@ -21,6 +21,7 @@ from leanclip.errors import UserError
 from leanclip.features.table import FeatureTable
 from leanclip.filesystem import cache_directory
 from leanclip.models import TwoTower
+from leanclip.models.towers.projection import Projection
 from leanclip.progress import ACTIVITY, progress_bar
 
 FORMAT = 1
@@ -101,7 +102,7 @@ class LockedTowers:
         tower = self.model.clip.visual if side == "image" else _text_modules(self.model)
         facts: dict[str, Any] = {
             "format": FORMAT,
-            "weights": digest_of(tower, without=self.model.projections[side == "text"]),
+            "weights": digest_of(tower, without=self.model.projection(side == "text")),
             "data": _data_identity(self.source),
             "precision": str(self.autocast.fast_dtype) if self.autocast._enabled else "full",
         }
@@ -204,7 +205,7 @@ def count_captions(source: Source) -> tuple[np.ndarray, np.ndarray | None]:
     return np.asarray(first), np.asarray(weights) if weighted else None
 
 
-def digest_of(module: nn.Module, *, without: Any) -> str:
+def digest_of(module: nn.Module, *, without: Projection) -> str:
     """Of the weights of a tower, its projection left out."""
     digest = hashlib.sha256()
     with without.left_out():

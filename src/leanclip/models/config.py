@@ -30,11 +30,12 @@ class ModelConfig:
     lock_image: bool = setting(False, resume="fixed")
     """Freeze the image tower (LiT); its projection is trained."""
     lock_image_unlocked_groups: int = setting(0, resume="fixed")
-    """With --lock-image: the number of its last groups of layers that are still trained."""
+    """With --lock-image: the number of its last groups of layers that are still trained. In open_clip's transformers
+    the projection is the last group, as in OpenCLIP, so 2 trains it and one block."""
     lock_text: bool = setting(False, resume="fixed")
     """Freeze the text tower; its projection is trained."""
     lock_text_unlocked_layers: int = setting(0, resume="fixed")
-    """With --lock-text: the number of its last layers that are still trained."""
+    """With --lock-text: the number of its last layers that are still trained, counted likewise."""
     force_image_size: int | None = None
     """Train at this image size in pixels. Default: the model's."""
     force_context_length: int | None = None

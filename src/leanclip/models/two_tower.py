@@ -90,12 +90,12 @@ class TwoTower(nn.Module):
 
     def image_features(self, images: Tensor) -> Tensor:
         """What the image tower computes before its projection, (B, D)."""
-        with self._projection(0).left_out():
+        with self.projection(0).left_out():
             return self._images(images)
 
     def text_features(self, tokens: Tensor | Texts) -> Tensor:
         """What the text tower computes before its projection, (B, D)."""
-        with self._projection(1).left_out():
+        with self.projection(1).left_out():
             return self._texts(tokens)
 
     def _images(self, images: Tensor) -> Tensor:
@@ -111,7 +111,8 @@ class TwoTower(nn.Module):
             return self.clip.encode_text(texts, normalize=False)
         return embed_texts(text_tower(self.clip), texts, recomputed=self.recomputed_blocks)
 
-    def _projection(self, side: int) -> Projection:
+    def projection(self, side: int) -> Projection:
+        """Of the image tower (0) or the text tower (1)."""
         projection = self.projections[side]
         if projection is None:
             tower = ("image", "text")[side]
@@ -124,7 +125,7 @@ class TwoTower(nn.Module):
 
     def _projected(self, side: int, features: Tensor) -> Tensor:
         """Embeddings from stored features, in the precision of the projection's weights."""
-        return self._projection(side)(features.to(self.image_mean.dtype))
+        return self.projection(side)(features.to(self.image_mean.dtype))
 
     def normalised(self, images: Tensor) -> Tensor:
         dtype = next(self.clip.visual.parameters()).dtype

@@ -58,8 +58,8 @@ class HeldOutData:
             self.output.write(self.output.directory.panel, json.dumps(finite(panel)))
         self.output.print(
             f"step {step}{self.averaged}: held-out recall@10"
-            f" text-to-image {metrics['text_to_image_recall@10']:.1%},"
-            f" image-to-text {metrics['image_to_text_recall@10']:.1%} (chance {metrics['chance@10']:.1%})"
+            f" text-to-image {metrics['text_to_image_recall@10']:.1%} (chance {metrics['chance@10']:.1%}),"
+            f" image-to-text {metrics['image_to_text_recall@10']:.1%}"
         )
         return metrics
 

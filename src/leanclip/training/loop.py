@@ -92,7 +92,8 @@ class _Trainer:
     def run(self) -> Ending:
         job, run, at = self.job, self.job.config.run, self.at
         if at.step >= job.steps and job.resume_from is not None:
-            self.output.print(f"the run is finished: step {at.step} of {job.steps}; raise --epochs to continue")
+            limit = "--epochs" if run.max_steps is None else "--max-steps"
+            self.output.print(f"the run is finished: step {at.step} of {job.steps}; raise {limit} to continue")
             return Ending(job.resume_from)
         job.model.train()
         job.context.loss.train()

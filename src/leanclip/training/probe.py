@@ -236,9 +236,8 @@ def fastest_threads(
             totals[threads] += max(ranks.all_gather_objects(measure(threads, size)[0]))
         totals = {threads: total for threads, total in totals.items() if total <= 2 * min(totals.values())}
     count = min(threads for threads, total in totals.items() if total <= 1.1 * min(totals.values()))
-    notes = [
-        f"CPU threads of each process: {count}, the fastest of {', '.join(map(str, candidates))} (--threads sets it)"
-    ]
+    reason = f"the fastest of {', '.join(map(str, candidates))}" if len(candidates) > 1 else "as cores are left"
+    notes = [f"CPU threads of each process: {count}, {reason} (--threads sets it)"]
     if busy or os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1):
         load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
         notes.append(f"warning: other programs keep this host busy ({load}): the run is slower than it could be")

@@ -127,7 +127,10 @@ class TowerSummary:
         line = f"{self.side} tower: {start}, {trained}"
         if not self.frozen_layers:
             return line
-        frozen = f"layers 1 to {self.frozen_layers} of {self.layers} frozen"
+        every = self.frozen_layers == self.layers
+        frozen = (
+            f"all {self.layers} layers frozen" if every else f"{self.frozen_layers} of {self.layers} layers frozen"
+        )
         return f"{line}, {frozen}{', its projection trained' if self.projection else ''}"
 
 
