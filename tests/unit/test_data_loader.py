@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -377,3 +378,20 @@ def alive(process):
         return process.read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_epochs_do_not_pile_up_signal_handlers(tmp_path):
+    """Each wraps torch's handler once: nested ones exhausted the stack after some hundred epochs."""
+    shards = Shards(str(write_shard(tmp_path / "a.tar", sound(4))))
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        for _ in range(3):
+            loader = TrainingLoader(
+                shards, batch=2, transform=TrainingTransform(size=(8, 8)), tokenizer=tokenizer, seed=1, workers=1,
+                pin_memory=False,
+            )  # fmt: skip
+            assert sum(len(batch) for batch in loader.epoch(0)) == 4
+        installed: Any = signal.getsignal(signal.SIGCHLD)
+        assert hasattr(installed, "__wrapped__") and not hasattr(installed.__wrapped__, "__wrapped__")
+    finally:
+        signal.signal(signal.SIGCHLD, handler)

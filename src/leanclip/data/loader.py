@@ -91,7 +91,8 @@ class _Loader(DataLoader):
     def __iter__(self) -> Any:
         batches = super().__iter__()
         handler = signal.getsignal(signal.SIGCHLD)  # torch's raises wherever the main thread is
-        if getattr(handler, "__module__", None) == signal_handling.__name__ and callable(handler):
+        wrapped = hasattr(handler, "__wrapped__")  # by an epoch before
+        if getattr(handler, "__module__", None) == signal_handling.__name__ and callable(handler) and not wrapped:
             with contextlib.suppress(ValueError):  # in another thread, where the queue of batches reports it
                 signal.signal(signal.SIGCHLD, _dead_workers_in_one_line()(handler))
         return batches
