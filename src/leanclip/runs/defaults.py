@@ -166,7 +166,8 @@ def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | Non
 def total_steps(config: TrainConfig, *, samples: int, batch: int) -> int:
     if samples < batch:
         raise UserError(
-            f"{samples} training samples do not fill one batch of {batch}; give a smaller --global-batch-size",
+            f"{samples} training samples do not fill one batch of {batch}; give a smaller --batch-size or"
+            " --global-batch-size",
             code="config.batch_too_large",
         )
     steps = config.run.epochs * (samples // batch)
