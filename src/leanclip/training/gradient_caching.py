@@ -32,14 +32,7 @@ def cached(context: StepContext, batch: Batch) -> LossOutput:
 
     context.phase("loss")
     with context.autocast:
-        output = context.loss(
-            image,
-            text,
-            batch.sample_ids,
-            groups=batch.groups,
-            weights=batch.weights,
-            global_batch=context.global_batch,
-        )
+        output = context.loss_of(image, text, batch)
     context.scale.apply(output.loss).backward()
     assert image.grad is not None and text.grad is not None
 

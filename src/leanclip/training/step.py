@@ -78,14 +78,7 @@ def direct(context: StepContext, batch: Batch) -> LossOutput:
     with context.autocast:
         image, text = context.towers(batch.images, batch.captions, send)
         context.phase("loss")
-        output = context.loss(
-            image,
-            text,
-            batch.sample_ids,
-            groups=batch.groups,
-            weights=batch.weights,
-            global_batch=context.global_batch,
-        )
+        output = context.loss_of(image, text, batch)
     context.phase("backward")
     context.scale.apply(output.loss).backward()
     return output

@@ -6,12 +6,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leanclip.data import Batch
 from leanclip.distributed import Ranks
-from leanclip.losses import ContrastiveLoss
+from leanclip.losses import ContrastiveLoss, LossOutput
 from leanclip.models.batch_norm import RunningAverages
 from leanclip.optim.loss_scale import LossScale
 
@@ -30,6 +30,12 @@ class StepContext:
     ranks: Ranks = field(default_factory=Ranks.current)
     phase: Callable[[str], None] = lambda name: None
     """Called where a step enters a phase: image tower, text tower, loss, backward, optimizer. Not by a CUDA graph."""
+
+    def loss_of(self, image: Tensor, text: Tensor, batch: Batch) -> LossOutput:
+        """The loss of this rank's share of a global batch, from its embeddings."""
+        return self.loss(
+            image, text, batch.sample_ids, groups=batch.groups, weights=batch.weights, global_batch=self.global_batch
+        )
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
