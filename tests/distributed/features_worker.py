@@ -1,6 +1,7 @@
 """One rank of the test of feature tables: both towers locked, their features computed by all ranks together."""
 
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ from training_worker import vit_file
 
 from leanclip.config import override
 from leanclip.data import on_device
+from leanclip.features import locked_towers
 from leanclip.features.table import FeatureTable
 from leanclip.runs import TrainConfig
 from leanclip.training import set_up
@@ -16,9 +18,19 @@ from leanclip.training.step import training_step
 VIEWS, STEPS = 2, 3
 
 
+class LateTable(FeatureTable):
+    """Opened after the other ranks have begun to write."""
+
+    def __init__(self, *args, **kwargs):
+        time.sleep(1)
+        super().__init__(*args, **kwargs)
+
+
 def train_heads(ranks, folder, pattern, weights, cache):
     """The losses of a few steps, and the tables."""
     os.environ["LEANCLIP_CACHE"] = str(cache)
+    if ranks.rank:
+        locked_towers.FeatureTable = LateTable
     values = {
         "train_data": pattern, "model": vit_file(folder, text={"context_length": 77, "vocab_size": 49408}),
         "pretrained": str(weights), "lock_image": True, "lock_text": True, "cache_locked": VIEWS, "tau": 0.05,

@@ -75,14 +75,13 @@ class LockedTowers:
         facts = self._facts(side)
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         directory = cache_directory() / "features" / f"{side}-{digest[:16]}"
-        self.ranks.broadcast_from_first(lambda: self._prepare(side, directory, facts))
+        missing = self.ranks.broadcast_from_first(lambda: self._prepare(side, directory, facts))
         if not (directory / "table.json").is_file():
             raise UserError(
                 f"{directory} is not shared by all processes; set LEANCLIP_CACHE to a directory that is",
                 code="features.not_shared",
             )
         table = FeatureTable(directory, writable=True)
-        missing = table.missing()
         verb = "computed" if len(missing) else "read from the cache"
         self.notify(
             f"features of the {side} tower: {verb}, {len(table.features):,} rows of {table.features.shape[1]},"
@@ -96,7 +95,10 @@ class LockedTowers:
                     ACTIVITY.still_working()
                     advance(done * self.ranks.size)
         self.ranks.all_gather_objects(None)  # until all have written
-        return FeatureTable(directory)
+        table = FeatureTable(directory)
+        if len(table.missing()):
+            raise RuntimeError(f"{directory} lacks the features of {len(table.missing()):,} samples")
+        return table
 
     def _facts(self, side: str) -> dict[str, Any]:
         tower = self.model.clip.visual if side == "image" else _text_modules(self.model)
@@ -110,13 +112,13 @@ class LockedTowers:
             facts |= {"transform": repr(self.transform), "views": self.views, "seed": self.seed}
         return facts
 
-    def _prepare(self, side: str, directory: Path, facts: Mapping[str, Any]) -> None:
-        """Make an empty table, unless there is a sound one. Only the first rank does."""
+    def _prepare(self, side: str, directory: Path, facts: Mapping[str, Any]) -> np.ndarray:
+        """Make an empty table, unless there is a sound one; the ids that it lacks. Only the first rank does, so that
+        all ranks divide the same ids: one that looked later would miss those another has written by then."""
         with_table = directory / "table.json"
         try:
             if with_table.is_file() and json.loads(with_table.read_text()) == facts:
-                FeatureTable(directory)
-                return
+                return FeatureTable(directory).missing()
         except (OSError, ValueError, EOFError):
             self.notify(f"{directory} is damaged and is computed again")
         shutil.rmtree(directory, ignore_errors=True)
@@ -125,7 +127,7 @@ class LockedTowers:
                 first, weights = np.arange(len(self.source) + 1) * self.views, None
             else:
                 first, weights = count_captions(self.source)
-            FeatureTable.create(directory, first, self._dim(side), dict(facts), weights)
+            return FeatureTable.create(directory, first, self._dim(side), dict(facts), weights).missing()
         except OSError as error:
             raise UserError(
                 f"cannot write {directory} ({error.strerror}); set LEANCLIP_CACHE to another directory",
