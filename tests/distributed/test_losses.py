@@ -37,7 +37,7 @@ def test_ranks_equal_one_process(index, ranks_results, float64):
     name, hyper = CASES[index]
     alone = run(name, hyper, Ranks(0, 1, None))
     assert_equal_to_one_process(ranks_results, index, alone)
-    if "learn_pair_weights" in hyper:
+    if "pair_weights" in hyper:
         assert alone["state pair_weights.fit"][0] == 1  # so the last step had learned weights
 
 

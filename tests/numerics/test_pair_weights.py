@@ -8,7 +8,7 @@ import leanclip
 from leanclip.distributed import Ranks
 from leanclip.losses.base import Local
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
-from leanclip.losses.pair_weights import null_score
+from leanclip.losses.pair_weights import Mode, null_score
 from leanclip.losses.similarities import Similarities
 from leanclip.ops import reference
 from refusal import refuses
@@ -29,8 +29,8 @@ def pairs(wrong: float, samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Ten
     return image, text, is_wrong
 
 
-def create(name: str, samples: int = SAMPLES, learn: bool = True) -> GlobalContrastiveLoss:
-    loss = leanclip.create_loss(name, num_samples=samples, tau=0.1, learn_pair_weights=learn)
+def create(name: str, samples: int = SAMPLES, mode: Mode = "auto") -> GlobalContrastiveLoss:
+    loss = leanclip.create_loss(name, num_samples=samples, tau=0.1, pair_weights=mode)
     assert isinstance(loss, GlobalContrastiveLoss)
     return loss
 
@@ -81,8 +81,10 @@ def test_wrong_pairs_lose_their_weight_and_clean_data_keeps_all(name, share):
 @pytest.mark.parametrize("name", ["infonce", "fastclip-v2", "fastclip-v3"])
 def test_on_clean_data_the_gradients_are_those_without_weights(name):
     image, text, _ = pairs(0.0)
-    learned, plain = (run(create(name, learn=learn), image, text, range(4)) for learn in (True, False))
-    assert all(torch.equal(one, other) for one, other in zip(learned, plain, strict=True))
+    modes: tuple[Mode, ...] = ("learned", "auto", "off")
+    learned, auto, plain = (run(create(name, mode=mode), image, text, range(4)) for mode in modes)
+    assert all(torch.equal(one, other) for one, other in zip(auto, plain, strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(learned, plain, strict=True))
 
 
 @pytest.mark.parametrize("name", ["dcl", "fastclip-v2"])
@@ -148,7 +150,8 @@ def test_the_score_with_a_neighbours_caption_is_the_written_one(individual, grou
     groups = torch.tensor([0, 0, 1, 2, 3, 4, 4, 5, 6]) if grouped else None
     tau = 0.1 + torch.rand(2, 9, generator=draw).double() if individual else torch.tensor(0.2).double()
     matrix = Similarities(reference, Local(image, text, Ranks(0, 1, None), 9, groups=groups), tau.reciprocal())
-    score, there = null_score(matrix, tau, matrix.statistics()[0])
+    log_sum = matrix.statistics()[0]
+    score, there = null_score(matrix.comparison(tau, log_sum, log_sum))
     own, similarity = tau.expand(2, 9), image @ text.T
     for i in range(9):
         k = (i + 1) % 9
@@ -165,6 +168,8 @@ def test_the_score_with_a_neighbours_caption_is_the_written_one(individual, grou
 
 def test_losses_that_cannot_learn_weights_are_refused():
     with refuses("loss.no_scores", "siglip"):
-        leanclip.create_loss("siglip", num_samples=9, learn_pair_weights=True)
+        leanclip.create_loss("siglip", num_samples=9, pair_weights="learned")
+    with refuses("loss.bad_value", "off, learned, auto"):
+        leanclip.create_loss("infonce", num_samples=9, pair_weights="lerned")  # pyright: ignore[reportArgumentType]
     with refuses("loss.bad_num_samples", "num_samples"):
-        leanclip.create_loss("infonce", learn_pair_weights=True)
+        leanclip.create_loss("infonce", pair_weights="learned")

@@ -34,8 +34,9 @@ class DataConfig:
     group_key: str | None = None
     """A field of the metadata (.json or column): samples with the same value are not each other's negatives."""
     pair_weights: str | None = setting(None, resume="fixed_unless_reset")
-    """A field of the metadata with a number, 0 or more: the weight of the pair in the loss. learned: the run finds
-    pairs that look wrong and lowers their weights, from the third epoch on."""
+    """learned: the run finds pairs that look wrong and lowers their weights, from the third epoch on. auto: only if
+    more than 1% look wrong. off: all pairs count alike. Another word: the field of the metadata that holds the weight
+    of a pair, 0 or more. Default: off."""
     max_broken: float = setting(0.01, resume="free")
     """The share of samples that may be broken before the run stops. Broken samples are replaced by others."""
     shuffle: Literal["all", "blocks"] = setting("all", resume="fixed_unless_reset")
@@ -83,8 +84,13 @@ class DataConfig:
                 raise ValueError(message)
 
     @property
-    def learns_pair_weights(self) -> bool:
-        return self.pair_weights == "learned"
+    def pair_weights_mode(self) -> Literal["off", "learned", "auto"]:
+        """What the loss does by itself; weights of a field come with the batches."""
+        return self.pair_weights if self.pair_weights in ("learned", "auto") else "off"
+
+    @property
+    def pair_weights_field(self) -> str | None:
+        return None if self.pair_weights in ("off", "learned", "auto") else self.pair_weights
 
     @property
     def upsampling_factors(self) -> list[float] | None:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from leanclip.distributed import PendingGather, Ranks
 from leanclip.errors import ArgumentError
 from leanclip.losses.custom_gradient import without_autocast
+from leanclip.losses.pair_weights import PairWeights
+from leanclip.losses.sample_state import SampleState
 from leanclip.ops import Pairs, accumulator_dtype
 
 Metric = Tensor | float | str | Callable[[], Tensor]
@@ -99,9 +101,19 @@ class Local(NamedTuple):
 class ContrastiveLoss(nn.Module):
     """A loss over a batch of L2-normalised image and text embeddings. Works inside any training loop."""
 
-    def __init__(self, *, name: str, implementation: str, lr_tau: float | None, follows_schedule: bool) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        implementation: str,
+        lr_tau: float | None,
+        follows_schedule: bool,
+        state: SampleState | None = None,
+        pair_weights: PairWeights | None = None,
+    ) -> None:
         super().__init__()
         self.name, self.implementation = name, implementation
+        self.state, self.pair_weights = state, pair_weights
         self.lr_tau, self.follows_schedule = lr_tau, follows_schedule
         self._early: tuple[Tensor, PendingGather] | None = None  # image embeddings, and their gather
 

@@ -49,8 +49,15 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         lr_tau: float | None = None,
         follows_schedule: bool = True,
     ) -> None:
-        super().__init__(name=name, implementation=implementation, lr_tau=lr_tau, follows_schedule=follows_schedule)
-        self.temperature_rule, self.state, self.pair_weights = temperature, state, pair_weights
+        super().__init__(
+            name=name,
+            implementation=implementation,
+            lr_tau=lr_tau,
+            follows_schedule=follows_schedule,
+            state=state,
+            pair_weights=pair_weights,
+        )
+        self.temperature_rule = temperature
         self.normalizer, self.value, self.temperature_gradient = normalizer, value, temperature_gradient
         self.inner_rate, self.weight_by_tau = inner_rate, weight_by_tau
         self.epoch = 0
@@ -105,7 +112,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             anchors = Anchors(tau, log_g, mean_l, log_norm, log_u, ratio, log_negatives, weight)
             # 3. temperature and state
             if self.training and self.pair_weights is not None and ids is not None:
-                visits = self.pair_weights.visit(matrix, anchors, log_sum, stored, ids[1])
+                visits = self.pair_weights.visit(matrix.comparison(tau, log_sum, log_g), stored, ids[1])
             else:
                 visits = Visits({}, {})
             slopes = self._update(anchors, shift, stored, ids, visits)

@@ -4,27 +4,39 @@ A visit's score is tau log g of both directions, added and standardised within i
 the mean over its visits. Wrong pairs score high. At the start of each epoch from the third on, two normals are fitted
 to the histogram of these means, and a pair's weight is the probability of not being of the upper one.
 
-The fit is used only if a share of the pairs looks wrong (the gate). Each image is also scored with the caption of its
-neighbour in the batch: that is the distribution of wrong pairs. Half of it lies beyond its mean, so that twice the
-share of samples beyond this mean estimates the share of wrong pairs.
+The fit alone calls some pairs wrong in any data. A gate estimates how many are: each image is also scored with the
+caption of its neighbour in the batch, which is the distribution of wrong pairs. Half of it lies beyond its mean, so
+that twice the share of samples beyond this mean estimates the share of wrong pairs. `learned` always weighs by the
+fit, `auto` only where this share is above 1%.
 """
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from leanclip.losses.objective import Anchors
 from leanclip.losses.sample_state import SampleState, last_occurrence
-from leanclip.losses.similarities import Similarities
 
+Mode = Literal["off", "learned", "auto"]
 TABLES = {"score": 0.0, "scored": 0.0}  # the mean over the visits, and their number
 NULL = "null"  # sum and number of the scores of wrong pairs
 FIRST_EPOCH = 2  # the fit needs samples with two visits
-SMALLEST_SHARE = 0.01  # of wrong pairs, below which all pairs have weight 1
-RANGE, BINS = 8.0, 1024  # of the histogram, in standard deviations on both sides
+SMALLEST_SHARE = 0.01  # of wrong pairs, up to which `auto` leaves all pairs at weight 1
+RANGE, BINS, LOGGED_BINS = 8.0, 1024, 128  # of the histogram, in standard deviations on both sides
 ITERATIONS, SMALLEST_SPREAD = 300, 0.02
+
+
+class Comparison(NamedTuple):
+    """A global batch, compared with itself: what its scores are made of."""
+
+    images: Tensor  # (B, d)
+    texts: Tensor
+    tau: Tensor  # () or (2, B)
+    log_sum: Tensor  # (2, B) log-sum-exp of s_ij / tau_i over the negatives j
+    log_g: Tensor  # (2, B) log mean_j exp((s_ij - s_ii) / tau_i)
+    groups: Tensor | None  # (B,)
+    negatives: Tensor | None  # (B,) how many an anchor has; None: all others
 
 
 class Visits(NamedTuple):
@@ -44,15 +56,36 @@ class Fit(NamedTuple):
     share: float  # of the upper one
 
 
+class Refit(NamedTuple):
+    """What a new fit found, on the host."""
+
+    on: bool  # whether the weights are those of the fit; otherwise they are all 1
+    wrong_pairs: float  # their share by the gate
+    fit: Fit
+    counts: tuple[int, ...]  # of the samples' scores, in equal bins from -RANGE to RANGE
+
+    @property
+    def described(self) -> str:
+        state = "on" if self.on else "off"
+        reason = "" if self.on else f" (up to {SMALLEST_SHARE:.0%} they stay off)"
+        return f"pair weights: {self.wrong_pairs:.1%} of the pairs look wrong; weights are {state}{reason}"
+
+
 class PairWeights(nn.Module):
     """The current fit, on the device: a CUDA graph reads it at every replay."""
 
     fit: Tensor  # whether it is used, the numbers of a `Fit`, the share of wrong pairs by the gate, the epoch
 
-    def __init__(self, state: SampleState) -> None:
+    def __init__(self, state: SampleState, mode: Mode) -> None:
         super().__init__()
+        self.gated = mode == "auto"
         self.register_buffer("fit", torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0, -1.0]))
         state.register_buffer(NULL, torch.zeros(2))
+        self._epoch, self._refit = -1, None
+        self.register_load_state_dict_post_hook(PairWeights._forget_epoch)
+
+    def _forget_epoch(self, incompatible: object) -> None:
+        """A loaded fit may be that of an earlier epoch."""
         self._epoch = -1
 
     def weights(self, stored: dict[str, Tensor]) -> Tensor:
@@ -64,18 +97,16 @@ class PairWeights(nn.Module):
         lower = torch.log1p(-share) - low_spread.log() - ((at - low) / low_spread).square() / 2
         return torch.where((used > 0) & (scored > 0), torch.sigmoid(lower - upper), 1.0)
 
-    def visit(
-        self, matrix: Similarities, anchors: Anchors, log_sum: Tensor, stored: dict[str, Tensor], ids: Tensor
-    ) -> Visits:
+    def visit(self, batch: Comparison, stored: dict[str, Tensor], ids: Tensor) -> Visits:
         """Score the batch; of an id that occurs twice one occurrence counts."""
-        valid = ~anchors.log_g.isneginf().any(0)
+        valid = ~batch.log_g.isneginf().any(0)
         counted = valid & (last_occurrence(ids) == torch.arange(len(ids), device=ids.device))
-        score = torch.where(valid, (anchors.tau * anchors.log_g).sum(0), 0.0)
+        score = torch.where(valid, (batch.tau * batch.log_g).sum(0), 0.0)
         number = counted.sum().clamp_min(1)
         mean = torch.where(counted, score, 0.0).sum() / number
         variance = torch.where(counted, score - mean, 0.0).square().sum() / number
         spread = variance.sqrt().clamp_min(torch.finfo(score.dtype).eps)
-        null, with_null = null_score(matrix, anchors.tau, log_sum)
+        null, with_null = null_score(batch)
         with_null &= counted & (ids != ids.roll(-1))
         null_sum = torch.where(with_null, (null - mean) / spread, 0.0).sum()
         scored = stored["scored"] + 1
@@ -101,21 +132,28 @@ class PairWeights(nn.Module):
             beyond = counts[_centres() > null_sum / null_number].sum() / counts.sum()
             share = min(1.0, 2 * float(beyond))
             fit = fit_two_normals(counts)
-            used = share > SMALLEST_SHARE
+            used = share > SMALLEST_SHARE or not self.gated
         self.fit.copy_(torch.tensor([float(used), *fit, share, float(epoch)]))
+        logged = counts.view(LOGGED_BINS, -1).sum(1).long().tolist()
+        self._refit = Refit(used, share, fit, tuple(logged))
+
+    def take_refit(self) -> Refit | None:
+        """What the newest fit found, once, for the log."""
+        refit, self._refit = self._refit, None
+        return refit
 
 
-def null_score(matrix: Similarities, tau: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+def null_score(batch: Comparison) -> tuple[Tensor, Tensor]:
     """(B,) the score of image i with the caption of sample i + 1, and where there is one.
 
     Both true partners are left out: the own one already is, and the other's term is taken out of the sums.
     """
-    images, texts = matrix.gathered
-    similarity = (images.to(log_sum.dtype) * texts.roll(-1, 0)).sum(1)
-    tau = tau.expand(2, len(similarity))
+    log_sum, groups = batch.log_sum, batch.groups
+    similarity = (batch.images.to(log_sum.dtype) * batch.texts.roll(-1, 0)).sum(1)
+    tau = batch.tau.expand(2, len(similarity))
     negatives = torch.full_like(similarity, len(similarity) - 1)
-    if matrix.negatives is not None:
-        negatives.copy_(matrix.negatives)
+    if batch.negatives is not None:
+        negatives.copy_(batch.negatives)
     sides = (tau[0], log_sum[0], negatives), (tau[1].roll(-1), log_sum[1].roll(-1), negatives.roll(-1))
     score = torch.zeros_like(similarity)
     there = torch.ones_like(similarity, dtype=torch.bool)
@@ -124,7 +162,6 @@ def null_score(matrix: Similarities, tau: Tensor, log_sum: Tensor) -> tuple[Tens
         without = total + torch.log1p(-(logit - total).clamp_max(-1e-6).exp())
         score = score + tau_i * (without - logit - (count - 1).clamp_min(1).log())
         there &= count > 1
-    groups = matrix.local.groups
     if groups is not None:
         there &= groups != groups.roll(-1)
     return score, there & score.isfinite()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from leanclip.losses.base import ContrastiveLoss
 from leanclip.losses.config import LossConfig, check_names
 from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.losses.normalizer import Normalizer, batch_mean, batch_sum, inner_rate, running_estimate
-from leanclip.losses.pair_weights import TABLES, PairWeights
+from leanclip.losses.pair_weights import TABLES, Mode, PairWeights
 from leanclip.losses.sample_state import SIDES, SampleState
 from leanclip.losses.sigmoid import SigmoidLoss
 from leanclip.losses.temperature import ConstantTemperature, GlobalTemperature, IndividualTemperature
@@ -96,14 +96,14 @@ def create_loss(
     *,
     num_samples: int | None = None,
     implementation: str = "auto",
-    learn_pair_weights: bool = False,
+    pair_weights: Mode = "off",
     **hyper: Any,
 ) -> ContrastiveLoss:
     """A loss by name, for anyone's training loop.
 
     `num_samples` is the size of the training set, required by the losses that keep a state per sample and by
-    `learn_pair_weights`, with which pairs that look wrong lose their weight. The hyper-parameters are those of
-    `LossConfig` that the loss takes.
+    `pair_weights`: "learned" lowers the weights of pairs that look wrong, "auto" does so only if more than 1% look
+    wrong. The hyper-parameters are those of `LossConfig` that the loss takes.
     """
     check_names(name, set(hyper), spec_of(name).takes)
     return loss_from_config(
@@ -111,7 +111,7 @@ def create_loss(
         LossConfig(**hyper),
         num_samples=num_samples,
         implementation=implementation,
-        learn_pair_weights=learn_pair_weights,
+        pair_weights=pair_weights,
     )
 
 
@@ -130,7 +130,7 @@ def loss_from_config(
     *,
     num_samples: int | None = None,
     implementation: str = "auto",
-    learn_pair_weights: bool = False,
+    pair_weights: Mode = "off",
 ) -> ContrastiveLoss:
     spec = spec_of(name)
     check_names(name, {key for key, value in asdict(config).items() if value is not None}, spec.takes)
@@ -141,7 +141,8 @@ def loss_from_config(
             f"tau is {hyper.tau}; it must lie between tau_min {hyper.tau_min} and tau_max {hyper.tau_max}",
             code="loss.bad_value",
         )
-    keeps_state = spec.running or learn_pair_weights
+    learns = _learns(pair_weights)
+    keeps_state = spec.running or learns
     if keeps_state and num_samples is None:
         raise ArgumentError(
             f"{name} keeps a state per sample: give num_samples, the size of the training set",
@@ -151,7 +152,7 @@ def loss_from_config(
         raise ArgumentError("learn_tau is False: leave lr_tau out", code="loss.bad_value")
     rule = _temperature(spec, hyper, hyper.tau)
     if name == "siglip":
-        if learn_pair_weights:
+        if learns:
             raise ArgumentError(
                 "siglip computes no log g, from which weights of pairs are learned; choose another loss",
                 code="loss.no_scores",
@@ -159,7 +160,7 @@ def loss_from_config(
         assert isinstance(rule, GlobalTemperature) and hyper.bias is not None
         return SigmoidLoss(implementation=implementation, temperature=rule, bias=hyper.bias, lr_tau=hyper.lr_tau)
     tables = {f"log_u_{side}": -math.inf for side in SIDES} if spec.running else {}
-    if learn_pair_weights:
+    if learns:
         tables |= TABLES
     if isinstance(rule, IndividualTemperature):
         tables |= rule.tables(hyper.tau)
@@ -176,10 +177,18 @@ def loss_from_config(
         inner_rate=partial(inner_rate, hyper) if spec.running else None,
         weight_by_tau=spec.temperature == "robust",
         state=state,
-        pair_weights=PairWeights(state) if learn_pair_weights and state is not None else None,
+        pair_weights=PairWeights(state, pair_weights) if learns and state is not None else None,
         lr_tau=hyper.lr_tau,
         follows_schedule=spec.temperature != "robust",
     )
+
+
+def _learns(mode: Mode) -> bool:
+    if mode not in get_args(Mode):
+        raise ArgumentError(
+            f"pair_weights is {mode!r}; give one of {', '.join(get_args(Mode))}", code="loss.bad_value"
+        )
+    return mode != "off"
 
 
 def _temperature(spec: Spec, hyper: LossConfig, tau: float) -> Rule:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from leanclip import ops
 from leanclip.losses.base import Local
+from leanclip.losses.pair_weights import Comparison
 
 
 class Similarities:
@@ -65,6 +66,9 @@ class Similarities:
         scalars = torch.stack([*(side.log_sum for side in local), *(side.mean for side in local), positive], 1)
         gathered = ranks.gather(scalars, self.local.batch, purpose="scalars").T
         return gathered[0:2], gathered[2:4], gathered[4]
+
+    def comparison(self, tau: Tensor, log_sum: Tensor, log_g: Tensor) -> Comparison:
+        return Comparison(*self.gathered, tau, log_sum, log_g, self.local.groups, self.negatives)
 
     def saved(self) -> tuple[Tensor, ...]:
         """The tensors that `pull` needs beside the weights."""

@@ -119,7 +119,9 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1, fine_tuning: 
     return replace(
         config,
         model=replace(config.model, model=model_name),
-        data=replace(config.data, global_batch_size=batch, batch_size=None),
+        data=replace(
+            config.data, global_batch_size=batch, batch_size=None, pair_weights=config.data.pair_weights or "off"
+        ),
         run=run,
         optim=optim,
         loss=_fill_loss(config, rule, optim, epochs=-(-steps // (samples // batch))),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from leanclip.errors import first_line
 from leanclip.filesystem import parse_json, write_atomically
+from leanclip.losses.pair_weights import RANGE, Refit
 from leanclip.runs.histograms import Histogram
 from leanclip.runs.trackers import Tracker
 
@@ -86,6 +87,10 @@ class MetricsLog:
         for histogram in histograms:
             self._write({"kind": "histogram", "step": step, "epoch": epoch} | asdict(histogram))
             self._send(lambda tracker, histogram=histogram: tracker.histogram(histogram, step))
+
+    def pair_weights(self, *, step: int, epoch: float, refit: Refit) -> None:
+        found = refit._asdict() | {"fit": refit.fit._asdict(), "range": RANGE}
+        self._write({"kind": "pair_weights", "step": step, "epoch": epoch} | found)
 
     def close(self, *, failed: bool = False) -> None:
         self.flush()

@@ -154,6 +154,9 @@ class _Trainer:
         self.lr = scheduled(optim, at.step, steps=job.steps, steps_per_epoch=job.loader.steps_per_epoch)
         set_learning_rate(job.context.optimizer, self.lr, peak=optim.lr)
         job.context.loss.set_epoch(self.epoch, job.epochs)
+        weights = job.context.loss.pair_weights
+        if weights is not None and (refit := weights.take_refit()) is not None:
+            self.output.pair_weights(at.step + 1, round(self.epoch, 6), refit)
         TRAFFIC_COUNTER.clear()
         began = time.perf_counter()
         result = training_step(job.context, batch)

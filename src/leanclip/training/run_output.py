@@ -10,6 +10,7 @@ from rich.console import Console
 from leanclip.checkpointing.checkpoint import Position
 from leanclip.distributed import TRAFFIC_COUNTER, compare_traffic
 from leanclip.filesystem import write_atomically, writing
+from leanclip.losses.pair_weights import Refit
 from leanclip.progress import make_console
 from leanclip.runs.health import HealthCheck
 from leanclip.runs.histograms import state_histograms
@@ -94,6 +95,12 @@ class RunOutput:
         histograms = state_histograms(self.job.context.loss)
         if self.log is not None:
             self.log.histograms(step=step, epoch=epoch, histograms=histograms)
+
+    def pair_weights(self, step: int, epoch: float, refit: Refit) -> None:
+        """The weights of pairs from this step on."""
+        self.print(f"step {step}: {refit.described}")
+        if self.log is not None:
+            self.log.pair_weights(step=step, epoch=epoch, refit=refit)
 
     def card_and_config(self, step: int) -> dict[str, str]:
         """The files beside saved weights: the config, and the model card, which the run directory gets, too."""

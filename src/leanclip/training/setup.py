@@ -110,9 +110,10 @@ def build(run: ResolvedRun) -> BuiltRun:
         notes += [] if run.reset_loss else saved.ignored_settings(run.loss_flags)
     if device.type == "cpu" and config.run.precision not in ("fp32", "fp64"):
         notes.append(f"--precision {config.run.precision} is slower than fp32 on most CPUs; leave it out")
-    if config.data.learns_pair_weights and config.run.epochs <= FIRST_EPOCH:
+    if config.data.pair_weights_mode != "off" and config.run.epochs <= FIRST_EPOCH:
         notes.append(
-            f"--pair-weights learned: weights are fitted from epoch {FIRST_EPOCH + 1} on; all pairs keep weight 1"
+            f"--pair-weights {config.data.pair_weights}: weights need {FIRST_EPOCH} visits to each pair; in a run of"
+            f" {config.run.epochs} epoch(s) they stay off, and only the scores are kept"
         )
     loss = _make_loss(config, run.saved_samples)
     dtype = torch.float64 if config.run.precision == "fp64" else None
@@ -212,7 +213,7 @@ def _make_loss(config: TrainConfig, samples: int) -> ContrastiveLoss:
         config.loss,
         num_samples=samples,
         implementation=config.run.implementation,
-        learn_pair_weights=config.data.learns_pair_weights,
+        pair_weights=config.data.pair_weights_mode,
     )
 
 
@@ -309,7 +310,7 @@ def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
         end_of_text=model.end_of_text,
         features=features,
         group_key=config.data.group_key,
-        weight_key=None if config.data.learns_pair_weights else config.data.pair_weights,
+        weight_key=config.data.pair_weights_field,
     )
 
 
