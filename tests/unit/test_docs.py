@@ -8,6 +8,7 @@ import pytest
 
 from leanclip.cli import COMMANDS
 from leanclip.cli.data import CheckCommand, PackCommand
+from leanclip.cli.embed import EmbedCommand
 from leanclip.cli.evaluate import EvaluateCommand
 from leanclip.cli.export import ExportCommand
 from leanclip.cli.flags import sections_of
@@ -41,6 +42,7 @@ KNOWN_FLAGS = {
     "train": flags_of(TrainCommand),
     "plan": flags_of(PlanCommand),
     "evaluate": flags_of(EvaluateCommand),
+    "embed": flags_of(EmbedCommand),
     "data": flags_of(PackCommand, CheckCommand),
     "export": flags_of(ExportCommand),
     "report": flags_of(ReportCommand),

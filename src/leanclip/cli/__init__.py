@@ -27,6 +27,7 @@ COMMANDS = {
     "train": "train a model; without arguments, a small one on the bundled data",
     "plan": "memory, speed and the command of a run on given GPUs, without running it",
     "evaluate": "retrieval and zero-shot metrics of a run, a checkpoint or an open_clip model",
+    "embed": "embeddings of images and captions, in files that NumPy maps",
     "data": "pack images and captions into shards; check a data set",
     "export": "write a trained model as an open_clip file or a transformers directory",
     "report": "write one HTML file with the curves, metrics and images of a run",

@@ -99,6 +99,11 @@ class Table(Packable):
     def name(self, index: int) -> str:
         return self._row_name(self._rows_of(index)[0])
 
+    def key(self, index: int) -> str:
+        with contextlib.suppress(BrokenSample, UserError):
+            return self._fields(self._rows_of(index)[0])[self._image_column]
+        return self.name(index)
+
     def manifest(self) -> Manifest:
         entry = {"size": int(self._starts[-1]), "count": len(self), "base": 0, "stamp": self._checksum}
         return [{"name": self.path.name} | entry | self.manifest_head()]

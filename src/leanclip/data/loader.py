@@ -235,7 +235,7 @@ def evaluation_batches(
 ) -> Iterator[EvaluationBatch]:
     """The samples in order, preprocessed as for inference."""
     data = _EvaluationBatches(source, ids, transform, batch)
-    yield from _raise_errors(_data_loader(data, workers=workers, pin_memory=False))
+    yield from in_order(data, workers=workers)
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,12 @@ def view_batches(
 ) -> Iterator[ViewBatch]:
     """Each sample's augmented images of the first `views` epochs of a run with this seed."""
     data = _ViewBatches(source, ids, transform, views, seed, batch)
-    yield from _raise_errors(_data_loader(data, workers=workers, pin_memory=False))
+    yield from in_order(data, workers=workers)
+
+
+def in_order(data: Dataset, *, workers: int, pin_memory: bool = False) -> Iterator[Any]:
+    """The items of a data set of ready batches, loaded by worker processes. One that is a UserError is raised."""
+    yield from _raise_errors(_data_loader(data, workers=workers, pin_memory=pin_memory))
 
 
 @contextlib.contextmanager

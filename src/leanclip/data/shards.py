@@ -167,13 +167,15 @@ class Shards(Source):
             file, row = self._locate(index)
             self._open.prefetch(file, row[IMAGE] * BLOCK, row[IMAGE + 1])
 
-    def name(self, index: int) -> str:
+    def key(self, index: int) -> str:
         file, row = self._locate(index)
         try:
-            key = name_before(lambda offset, length: self._open.read(file, offset, length), row[IMAGE])
+            return name_before(lambda offset, length: self._open.read(file, offset, length), row[IMAGE])
         except (OSError, IndexError):
-            key = f"number {index - self.bases[bisect.bisect_right(self.bases, index) - 1]}"
-        return f"{key} of {file.path}"
+            return f"number {index - self.bases[bisect.bisect_right(self.bases, index) - 1]}"
+
+    def name(self, index: int) -> str:
+        return f"{self.key(index)} of {self._locate(index)[0].path}"
 
     def _captions(self, index: int) -> tuple[list[str], list[float] | None]:
         """All captions and their weights, if they have any."""

@@ -92,6 +92,10 @@ class Source(Protocol):
 
     def name(self, index: int) -> str: ...
 
+    def key(self, index: int) -> str:
+        """What identifies the sample for others: its key in a shard, or the path of its image. Never raises."""
+        return self.name(index)
+
     def weighted_captions(self, index: int) -> tuple[list[str], list[float] | None]:
         """All captions, and how often each is drawn; None for equally often."""
         return self.captions(index), None

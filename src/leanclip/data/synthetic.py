@@ -51,6 +51,9 @@ class Synthetic(Packable):
         words = WORD_COUNTS[int(rng.random() * len(WORD_COUNTS))]
         return [" ".join(WORDS[int(rng.random() * len(WORDS))] for _ in range(words))]
 
+    def key(self, index: int) -> str:
+        return str(index)
+
     def name(self, index: int) -> str:
         return f"{index} of {self.identity()}"
 

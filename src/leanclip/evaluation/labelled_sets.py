@@ -178,6 +178,9 @@ class _Images(Source):
     def captions(self, index: int) -> list[str]:
         return [self.texts[index]]
 
+    def key(self, index: int) -> str:
+        return self.images[index].key or self.images[index].file.path
+
     def name(self, index: int) -> str:
         image = self.images[index]
         return f"{image.key} of {image.file.path}" if image.key else image.file.path

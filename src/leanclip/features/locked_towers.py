@@ -4,7 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -207,10 +207,10 @@ def count_captions(source: Source) -> tuple[np.ndarray, np.ndarray | None]:
     return np.asarray(first), np.asarray(weights) if weighted else None
 
 
-def digest_of(module: nn.Module, *, without: Projection) -> str:
-    """Of the weights of a tower, its projection left out."""
+def digest_of(module: nn.Module, *, without: Projection | None = None) -> str:
+    """Of the weights of a model, or of a tower with its projection left out."""
     digest = hashlib.sha256()
-    with without.left_out():
+    with nullcontext() if without is None else without.left_out():
         for name, tensor in sorted(module.state_dict().items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -85,6 +85,9 @@ class Folder(Packable):
         """A downloaded folder may contain links to private files elsewhere."""
         return not file.is_symlink() or Path(os.path.realpath(file)).is_relative_to(self.path.resolve())
 
+    def key(self, index: int) -> str:
+        return self._names[index]
+
     def name(self, index: int) -> str:
         return f"{self._names[index]} in {self.path}"
 

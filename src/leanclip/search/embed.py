@@ -1,0 +1,307 @@
+"""Fills an embedding store: blocks of consecutive samples, shared by the ranks, each computed and written as a whole.
+
+A block always holds the same samples, so that a run that was killed and continued, or one on other numbers of
+processes, writes the same bytes as one that was not.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from leanclip.data import BrokenSample, DataConfig, EvaluationTransform, Source
+from leanclip.data.decode import Transform, naming
+from leanclip.data.loader import in_order
+from leanclip.distributed import Ranks
+from leanclip.errors import UserError
+from leanclip.evaluation.embed import MANY_SAMPLES, EvaluationSettings, inference
+from leanclip.features.locked_towers import count_captions, digest_of
+from leanclip.features.table import BROKEN
+from leanclip.filesystem import writing
+from leanclip.inference import find_model
+from leanclip.models import TwoTower
+from leanclip.progress import ACTIVITY, progress_bar
+from leanclip.search.data import absolute, identity_of, open_data, shards_of
+from leanclip.search.store import FACTS, FORMAT, SIDES, EmbeddingStore, width_of
+from leanclip.version import __version__
+
+BLOCK = 256  # samples; fixed, because the size of a batch changes the last bit of a result
+SAMPLED_KEYS = 256
+LINE_SECONDS = 30  # between two lines of progress where no bar is drawn
+COLUMNS = ("csv_img_key", "csv_caption_key", "csv_separator", "caption_key")  # of DataConfig, kept with the store
+
+Of = Literal["both", "images", "captions"]
+
+
+def embed_data(
+    name: str,
+    data: str,
+    out: Path,
+    *,
+    of: Of,
+    config: DataConfig,
+    precision: str,
+    settings: EvaluationSettings,
+    notify: Callable[[str], object],
+) -> EmbeddingStore:
+    """The complete store: what another run has already written is kept. All ranks call it together."""
+    ranks = Ranks.current()
+    model = find_model(name).load().to(settings.device).eval()
+    source = open_data(data, config)
+    facts = facts_of(model, place_of(name), source, absolute(data), config, precision)
+    with writing(out, code="embed.not_writable"):
+        missing = ranks.broadcast_from_first(lambda: _prepare(out, facts, source, of, notify))
+    store = EmbeddingStore(out, writable=True)
+    blocks = np.unique(missing // BLOCK)
+    left = len(missing)
+    if left < store.samples:
+        notify(f"{store.samples - left:,} of {store.samples:,} samples are embedded already")
+    local = blocks[ranks.share(len(blocks))]
+    with inference(model, settings), progress_bar("embedding", left, shown=settings.progress) as advance:
+        lines = _Lines(left, notify)
+        for done in _fill(store, model, source, local, settings):
+            ACTIVITY.still_working()
+            advance(done * ranks.size)
+            lines.advance(done * ranks.size)
+    ranks.all_gather_objects(None)  # until all have written
+    store = EmbeddingStore(out)
+    if len(store.missing()):
+        raise RuntimeError(f"{out} lacks the embeddings of {len(store.missing()):,} samples")
+    if ranks.first:
+        with writing(out, code="embed.not_writable"):
+            store.write_parquet()
+    return store
+
+
+def facts_of(
+    model: TwoTower, place: str, source: Source, location: str, config: DataConfig, precision: str
+) -> dict[str, Any]:
+    """What embeddings.json records: two stores with the same `identity` hold the same vectors."""
+    return {
+        "format": FORMAT,
+        "leanclip": __version__,
+        "model": {
+            "place": place,
+            "digest": digest_of(model.clip),
+            "dim": int(model.config["embed_dim"]),
+            "preprocess": asdict(model.preprocess),
+            "precision": precision,
+        },
+        "data": {
+            "location": location,
+            "samples": len(source),
+            "identity": identity_of(source),
+            "columns": {name: getattr(config, name) for name in COLUMNS},
+        },
+        "shards": [list(shard) for shard in shards_of(source, location)],
+    }
+
+
+def refuse_other(store: EmbeddingStore, facts: dict[str, Any]) -> None:
+    """An error if the store was made by another model or from other data; it says which."""
+    old, new = store.facts["model"], facts["model"]
+    if old["digest"] != new["digest"]:
+        raise UserError(
+            f"{store.directory} was embedded with {old['place']} (weights {old['digest'][:12]}), not with"
+            f" {new['place']} (weights {new['digest'][:12]}); give that model, or another directory",
+            code="search.other_model",
+        )
+    changed = [name for name in ("preprocess", "precision") if _plain(old[name]) != _plain(new[name])]
+    if changed:
+        raise UserError(
+            f"{store.directory} was embedded with {changed[0]} {old[changed[0]]}, not {new[changed[0]]}; give the"
+            " same, or another directory",
+            code="search.other_model",
+        )
+    old, new = store.facts["data"], facts["data"]
+    if _plain(old["identity"]) != _plain(new["identity"]) or old["columns"] != new["columns"]:
+        raise UserError(
+            f"{store.directory} holds {old['samples']:,} samples of {old['location']}, not these {new['samples']:,}"
+            f" of {new['location']}, or they have changed since; give another directory",
+            code="search.other_data",
+        )
+
+
+def _plain(value: Any) -> Any:
+    """As JSON keeps it: tuples are lists."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _prepare(out: Path, facts: dict[str, Any], source: Source, of: Of, notify: Callable[[str], object]) -> np.ndarray:
+    """Make the tables that are not there yet; the ids that some table lacks. Only the first rank calls it."""
+    wanted = SIDES if of == "both" else (of,)
+    store = None
+    if (out / FACTS).is_file():
+        store = EmbeddingStore(out, writable=True)
+        refuse_other(store, facts)
+    firsts: dict[str, np.ndarray] = {}
+    for side in wanted:
+        if store is None or side not in store.tables:
+            firsts[side] = np.arange(len(source) + 1) if side == "images" else count_captions(source)[0]
+    if "captions" in firsts and not firsts["captions"][-1]:
+        if of == "captions":
+            raise UserError(f"{facts['data']['location']} has no captions", code="embed.no_captions")
+        notify("the data have no captions: images only")
+        del firsts["captions"]
+    if store is None:
+        spread = np.linspace(0, len(source) - 1, min(SAMPLED_KEYS, len(source))).astype(int)
+        width = width_of([source.key(index) for index in spread.tolist()])
+        return EmbeddingStore.create(out, facts, firsts, key_bytes=width).missing()
+    for side, first in firsts.items():
+        store.add_side(side, first)
+    return store.missing()
+
+
+@dataclass
+class _Block:
+    """Samples as they were read. What is broken lacks in `images` or `captions`."""
+
+    ids: list[int]
+    keys: list[str]
+    images: Tensor | None = None  # (b, 3, H, W) uint8
+    image_ids: list[int] = field(default_factory=list)
+    captions: dict[int, list[str]] = field(default_factory=dict)
+    broken: dict[str, dict[int, BrokenSample]] = field(default_factory=lambda: {side: {} for side in SIDES})
+
+    def pin_memory(self) -> "_Block":
+        if self.images is not None:
+            self.images = self.images.pin_memory()
+        return self
+
+
+@dataclass(frozen=True)
+class _Blocks(Dataset):
+    source: Source
+    numbers: np.ndarray  # of the blocks
+    transform: Transform
+    sides: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, number: int) -> _Block | UserError:
+        start = int(self.numbers[number]) * BLOCK
+        ids = list(range(start, min(start + BLOCK, len(self.source))))
+        self.source.prefetch(ids)
+        block, pixels = _Block(ids, [self.source.key(index) for index in ids]), {}
+        readers = {"images": (pixels, self._pixels), "captions": (block.captions, self.source.captions)}
+        try:
+            for side in self.sides:
+                values, read = readers[side]
+                for index in ids:
+                    try:
+                        values[index] = read(index)
+                    except BrokenSample as error:
+                        block.broken[side][index] = self._lasting(error)
+        except UserError as error:
+            return error
+        block.image_ids, block.images = list(pixels), torch.stack(list(pixels.values())) if pixels else None
+        return block
+
+    def _pixels(self, index: int) -> Tensor:
+        content = self.source.image_bytes(index)
+        with naming(self.source, index):
+            return self.transform(content, None)
+
+    def _lasting(self, error: BrokenSample) -> BrokenSample:
+        if error.kind == "vanished":  # a disk that is away comes back: the sample is not broken
+            raise UserError(f"{error}; run the command again to continue", code="embed.vanished")
+        return error
+
+
+def _fill(
+    store: EmbeddingStore, model: TwoTower, source: Source, blocks: np.ndarray, settings: EvaluationSettings
+) -> Iterator[int]:
+    """Compute and write blocks. While the device computes one, the one before is written."""
+    data = _Blocks(source, blocks, EvaluationTransform(model.preprocess), tuple(store.tables))
+    workers = settings.workers if store.samples > MANY_SAMPLES else 0
+    waiting: tuple[_Block, dict[str, Tensor]] | None = None
+    for block in in_order(data, workers=workers, pin_memory=settings.device.type == "cuda"):
+        embeddings = _embed(model, block, settings)
+        if waiting is not None:
+            yield _write(store, *waiting)
+        waiting = block, embeddings
+    if waiting is not None:
+        yield _write(store, *waiting)
+
+
+def _embed(model: TwoTower, block: _Block, settings: EvaluationSettings) -> dict[str, Tensor]:
+    embeddings = {}
+    if block.images is not None:
+        pixels = block.images.to(settings.device, non_blocking=True)
+        parts = [model.encode_image(part) for part in pixels.split(settings.batch)]
+        embeddings["images"] = torch.cat(parts).half()
+    captions = [caption for texts in block.captions.values() for caption in texts]
+    if captions:
+        # Captions of similar length go together, so that little padding is computed.
+        order = sorted(range(len(captions)), key=lambda number: (len(captions[number]), number))
+        parts = []
+        for start in range(0, len(order), settings.batch):
+            tokens = model.tokenizer([captions[number] for number in order[start : start + settings.batch]])
+            parts.append(model.encode_text(tokens))
+        rows = torch.cat(parts).half()
+        embeddings["captions"] = torch.empty_like(rows)
+        embeddings["captions"][torch.tensor(order, device=rows.device)] = rows
+    return embeddings
+
+
+def _write(store: EmbeddingStore, block: _Block, embeddings: dict[str, Tensor]) -> int:
+    store.write_keys(block.ids, block.keys)  # before the marks: a sample that is marked has its key
+    ids_of = {"images": block.image_ids, "captions": list(block.captions)}
+    for side, table in store.tables.items():
+        if side in embeddings:
+            rows = embeddings[side].cpu().numpy()
+            if not np.isfinite(rows).all():
+                raise UserError(
+                    f"the model's embeddings of {side} are not finite: its weights are damaged, or it needs"
+                    " --precision fp32",
+                    code="embed.not_finite",
+                )
+            expected = sum(int(table.first[index + 1] - table.first[index]) for index in ids_of[side])
+            if expected != len(rows):
+                raise UserError(
+                    f"captions of samples {block.keys[0]} to {block.keys[-1]} have changed since they were counted;"
+                    " embed into another directory",
+                    code="data.changed",
+                )
+            table.write(ids_of[side], rows)
+        for index, error in block.broken[side].items():
+            if table.done[index] != BROKEN:
+                table.mark_broken(index, error.kind, str(error))
+    return len(block.ids)
+
+
+class _Lines:
+    """Progress as a line from time to time, for logs and terminals without a bar."""
+
+    def __init__(self, total: int, notify: Callable[[str], object]) -> None:
+        self.total, self.notify, self.done = total, notify, 0
+        self.start = self.last = time.monotonic()
+
+    def advance(self, done: int) -> None:
+        self.done, now = min(self.done + done, self.total), time.monotonic()
+        if now - self.last >= LINE_SECONDS and self.done:
+            self.last, rate = now, self.done / (now - self.start)
+            minutes = (self.total - self.done) / rate / 60
+            self.notify(f"{self.done:,} of {self.total:,} samples, {rate:,.0f} a second, {minutes:.1f} min left")
+
+
+def config_of(facts: dict[str, Any]) -> DataConfig:
+    """How the data of a store are read."""
+    return DataConfig(**{name: facts["data"]["columns"][name] for name in COLUMNS})
+
+
+def place_of(model: str) -> str:
+    """A model by a name that does not depend on the working directory."""
+    name, colon, weights = model.partition(":")
+    if Path(model).exists():
+        return str(Path(model).absolute())
+    return f"{name}:{Path(weights).absolute()}" if colon and Path(weights).exists() else model
