@@ -11,7 +11,7 @@ from leanclip.errors import UserError
 from leanclip.evaluation.results import SetResult
 from leanclip.evaluation_run import (
     EvaluationConfig,
-    evaluate_candidate,
+    evaluate_compared,
     joined_processes,
     open_sets,
 )
@@ -98,7 +98,9 @@ def evaluate(
             `zero_shot=("cifar10/",)`, `precision="amp_bf16"`.
 
     Returns:
-        One result per set, with `name`, `kind` and `metrics` such as `text_to_image_recall@10` or `top1`.
+        One result per set, with `name`, `kind` and `metrics` such as `text_to_image_recall@10` or `top1`. Of a run
+        that started from trained weights, `baseline` has theirs and `difference` what training changed
+        (`after_only=True` leaves them out).
 
     Raises:
         UserError: the settings or the data are wrong; its `code` is stable.
@@ -113,7 +115,7 @@ def evaluate(
         raise UserError(str(error), code="config.bad_value") from error
     candidate = find_model(str(model.checkpoint if isinstance(model, TrainedRun) else model))
     with joined_processes(config) as config:
-        return evaluate_candidate(config, candidate, open_sets(config, candidate), make_console(quiet=quiet))
+        return evaluate_compared(config, candidate, open_sets(config, candidate), make_console(quiet=quiet))[0]
 
 
 def _plain(value: Any) -> Any:

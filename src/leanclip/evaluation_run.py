@@ -1,7 +1,7 @@
 """An evaluation from its configuration to its results, without a command line."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -27,7 +27,7 @@ from leanclip.evaluation.clip_benchmark import SuiteSet, run_suite, suite_sets
 from leanclip.evaluation.held_out import open_held_out
 from leanclip.evaluation.labelled_sets import set_name, unused_name
 from leanclip.evaluation.results import SetResult
-from leanclip.inference import SavedModel
+from leanclip.inference import SavedModel, interpolated, start_of
 from leanclip.models import TwoTower
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.settings import common
@@ -63,6 +63,8 @@ class EvaluationConfig:
     """The column that holds captions. Default: that of the run, else title."""
     csv_separator: str | None = None
     """What separates the columns, such as ',' or '\\t'. Default: that of the run, else what splits the header."""
+    after_only: bool = common(False)
+    """Leave out the weights that a fine-tuned run started from. Default: they are evaluated too, as `before`."""
     precision: Literal["fp32", "amp_bf16", "amp"] = common("fp32")
     """amp_bf16 and amp (fp16) are faster on a GPU and change metrics by some tenths of a point."""
     batch_size: int = common(256)
@@ -139,6 +141,38 @@ def open_sets(config: EvaluationConfig, candidate: SavedModel) -> EvaluationSets
         suite_sets(config.suite_data) if config.suite else [],
         [note for note in notes if note],
     )
+
+
+def evaluate_compared(
+    config: EvaluationConfig,
+    candidate: SavedModel,
+    sets: EvaluationSets,
+    console: Console,
+    baseline: SavedModel | None = None,
+) -> tuple[list[SetResult], SavedModel | None]:
+    """With the metrics of a baseline, by default the weights that the run started from; also returns which."""
+    results = evaluate_candidate(config, candidate, sets, console)
+    other = baseline or (None if config.after_only else start_of(candidate))
+    if other is None:
+        return results, None
+    metrics = {result.name: result.metrics for result in evaluate_candidate(config, other, sets, console)}
+    compared = "before" if baseline is None else "baseline"
+    return [replace(r, baseline=metrics.get(r.name), compared=compared) for r in results], other
+
+
+def evaluate_interpolated(
+    config: EvaluationConfig,
+    ends: tuple[SavedModel, SavedModel],
+    weights: Sequence[float],
+    sets: EvaluationSets,
+    console: Console,
+) -> list[SetResult]:
+    """The results of the models between two, for each weight of the second."""
+    return [
+        replace(result, weight=weight)
+        for weight in weights
+        for result in evaluate_candidate(config, interpolated(*ends, weight), sets, console)
+    ]
 
 
 def evaluate_candidate(

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from leanclip.checkpointing.storage import verify
 from leanclip.device import device_of
 from leanclip.errors import UserError
 from leanclip.models import (
@@ -21,6 +22,9 @@ from leanclip.models import (
     load_model,
     named_architecture,
 )
+from leanclip.models.saved import START
+from leanclip.models.weights import interpolate
+from leanclip.runs import RunDirectory
 
 
 class SavedModel(NamedTuple):
@@ -74,6 +78,46 @@ def find_model(name: str) -> SavedModel:
     full = str(Path(weights).resolve()) if Path(weights).exists() else weights
     config = ModelConfig(model=model, pretrained=weights)
     return SavedModel(name, lambda: create_model(config), None, model, full)
+
+
+def start_of(candidate: SavedModel) -> SavedModel | None:
+    """The weights that the run of a model started from, if it kept them and they are not the model itself."""
+    run = None if candidate.directory is None else RunDirectory.containing(candidate.directory)
+    if run is None or candidate.directory is None or not (start := run.checkpoints / START).is_dir():
+        return None
+    return None if candidate.directory.resolve() == start.resolve() else find_model(str(start))
+
+
+def interpolated(start: SavedModel, end: SavedModel, weight: float) -> SavedModel:
+    """The model between two, whose weights are (1 - weight) start + weight end."""
+
+    def load_both() -> TwoTower:
+        if start.directory is not None and start.directory.name == START:
+            verify(start.directory)
+        first, last = start.load(), end.load()
+        inputs = [(bool(m.config.get("quick_gelu")), *m.preprocess.mean, *m.preprocess.std) for m in (first, last)]
+        if inputs[0] != inputs[1]:
+            raise UserError(
+                f"{start.label} and {end.label} differ in activation or in the normalisation of images, so that their"
+                " weights cannot be interpolated",
+                code="interpolate.other_model",
+            )
+        last.clip.load_state_dict(interpolate(first.clip.state_dict(), last.clip.state_dict(), weight))
+        return last
+
+    return SavedModel(f"{weight:g} of the way from {start.label} to {end.label}", load_both, None, end.model, "")
+
+
+def find_start(name: str | None, end: SavedModel) -> SavedModel:
+    """Where an interpolation begins: a model, or by default the weights that the run of the end started from."""
+    start = start_of(end) if name is None else find_model(name)
+    if start is None:
+        raise UserError(
+            f"{end.label} has no start weights beside it: it was trained from scratch, with --discard-start, or by an"
+            " earlier version; name them with --start",
+            code="interpolate.no_start",
+        )
+    return start
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -17,6 +17,11 @@ TINY = {
     "vision_cfg": {"image_size": 16, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 1, "layers": 1},
 }
+SMALL = {
+    "embed_dim": 48,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 64, "heads": 4, "layers": 1},
+}
 VALUES = {
     "train_data": str(BUNDLED / "val-*.tar"), "global_batch_size": 20, "epochs": 3, "device": "cpu", "workers": 0,
     "name": "run", "log_every": 1, "eval_every": 0, "warmup": 0, "lr": 0.01, "report_to": "none", "max_steps": 8,

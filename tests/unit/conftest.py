@@ -3,13 +3,7 @@ import shutil
 
 import pytest
 import torch
-from checkpoint_runs import train
-
-SMALL = {
-    "embed_dim": 48,
-    "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "head_width": 16, "patch_size": 8},
-    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 64, "heads": 4, "layers": 1},
-}
+from checkpoint_runs import SMALL, train
 
 
 @pytest.fixture(scope="session")

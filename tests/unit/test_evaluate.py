@@ -18,7 +18,7 @@ import leanclip
 from leanclip.cli import main
 from leanclip.data.datasets import BUNDLED
 from leanclip.evaluation import Embedded, retrieval_metrics
-from leanclip.evaluation.results import SetResult
+from leanclip.evaluation.results import SetResult, cell
 from refusal import refusal_code
 
 
@@ -47,7 +47,7 @@ def test_several_sets_and_the_same_weights_as_an_open_clip_model(small_run, sets
     weights = small_run / "checkpoints" / "last" / "open_clip_model.safetensors"
     assert evaluate(small_run, *data, *files, "--baseline", f"{small_run.parent / 'small.json'}:{weights}") == 0
     shown = capsys.readouterr().out
-    for word in ("captions", "val-000000", "groups", "folders", "median rank", "mean per class", "(+0.0)", "chance"):
+    for word in ("captions", "val-000000", "groups", "folders", "median rank", "mean per class", "+0.0", "chance"):
         assert word in shown
     assert "class of folders" in shown and "most often mistaken for" in shown
     results = json.loads((sets / "figures.json").read_text())["sets"]
@@ -180,4 +180,11 @@ def test_the_difference_from_a_baseline():
     )
     result = SetResult(name="set", kind="zero-shot", metrics=metrics, baseline=baseline)
     assert result.difference == {"top1": 0.25, "x_rank": -2}
-    assert [result.cell(name) for name in ("top1", "x_rank", "top5")] == ["50.0% (+25.0)", "3 (-2.0)", "–"]
+    lines = [
+        (line, [cell(line, values, name) for name in ("top1", "x_rank", "top5")]) for line, values in result.lines()
+    ]
+    assert lines == [
+        ("baseline", ["25.0%", "5", "–"]),
+        ("model", ["50.0%", "3", "–"]),
+        ("difference", ["+25.0", "-2.0", "–"]),
+    ]

@@ -136,6 +136,22 @@ def test_finished_run_shows_everything(tmp_path: Path):
     assert "http" not in html.replace("http-equiv", ""), "the page must not refer to the network"
 
 
+def test_a_run_from_weights_shows_before_after_and_difference(tmp_path: Path):
+    rows = [eval_row(0, 0.5) | {"weights": "before"}, train_row(10), eval_row(10, 0.4, median_rank=3.0)]
+    run = write_run(tmp_path, rows)
+    (run / "config.toml").write_text('pretrained_image = "timm:vit"\npretrained_text = "bert"\n')
+    (table,) = tables(read_run(run))
+    assert list(table.rows) == ["before training", "10"]
+    assert table.gained == ("-3.3", "-7.4", "-9.3", "-3.5", "-8.0", "-10.0", "\N{EN DASH}")
+    assert figures(run)["Text-to-image recall@10"] == (
+        "37.2 %", "chance 3.9 % (9.5\N{MULTIPLICATION SIGN}), step 10, 46.5 % before training, best 46.5 % at step 0",
+    )  # fmt: skip
+    html = page(run)
+    assert "after − before" in html and "timm:vit (image) + bert (text)" in html
+    (table,) = tables(read_run(write_run(tmp_path, [eval_row(0, 0.5), eval_row(10, 0.4)])))
+    assert table.gained == ()
+
+
 def test_key_figures_give_the_final_result_the_best_and_chance(tmp_path: Path):
     shown = figures(write_run(tmp_path))
     assert shown["Text-to-image recall@10"] == (

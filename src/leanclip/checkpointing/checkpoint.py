@@ -8,6 +8,7 @@ step_00001000/
   trained.safetensors          with --ema, whose averages are the weights above: the weights that train
   hashes.json                  of the files above
   README.md, config.toml       the model card and the configuration
+best/, start/                  the weights alone: the best so far, and those that the run started from, if any
 """
 
 import json
@@ -37,7 +38,7 @@ from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.filesystem import put_back, remove, replace_directory, sync
 from leanclip.models import WEIGHTS_FILE, step_directories, with_temperature
-from leanclip.models.saved import LAST
+from leanclip.models.saved import LAST, START
 from leanclip.progress import ACTIVITY
 
 FORMAT = 1
@@ -114,6 +115,7 @@ class Checkpoints:
 
     def prepare(self) -> None:
         """Allocate the staging memory in the background, once every tensor exists."""
+        self.finish()
         self._writing = self._thread.submit(self._staging.prepare, self.state.tensors())
 
     def save(self, position: Position, texts: Mapping[str, str], *, full: bool = True, best: bool = False) -> Path:
@@ -138,8 +140,15 @@ class Checkpoints:
             texts,
             best=best,
         )
+        return self._submit(request)
+
+    def save_start(self, texts: Mapping[str, str]) -> None:
+        """Start writing the weights before the first step."""
+        self._submit(_Request(START, self._staging.copy(self.state.model_tensors()), None, texts, best=False))
+
+    def _submit(self, request: _Request) -> Path:
         self._writing = self._thread.submit(self._write, request)
-        self._newest, self._newest_is_best = self.directory / name, best
+        self._newest, self._newest_is_best = self.directory / request.name, request.best
         return self._newest
 
     def finish(self) -> None:
@@ -223,7 +232,7 @@ class Checkpoints:
         weights, averages = _without(tower, tensors), _without(EMA, tensors)
         weights = with_temperature(weights, tensors[f"{EXPORT}temperature"], tensors.get(f"{EXPORT}bias"))
         write_safetensors(directory / WEIGHTS_FILE, weights | averages)
-        if averages:
+        if averages and request.name != START:  # where they are the same
             write_safetensors(directory / TRAINED_FILE, weights)
         texts = {name: text.encode() for name, text in request.texts.items()}
         for name, content in (self.state.model.config_files(self.directory / LAST) | texts).items():

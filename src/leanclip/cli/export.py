@@ -9,7 +9,7 @@ from leanclip import __version__
 from leanclip.cli.parse import parse
 from leanclip.errors import UserError
 from leanclip.filesystem import writing
-from leanclip.inference import find_checkpoint
+from leanclip.inference import SavedModel, find_checkpoint, find_start, interpolated
 from leanclip.models import ModelConfig, TwoTower, create_model, load_model
 from leanclip.models.export import TOLERANCE, export_open_clip, export_transformers
 from leanclip.progress import make_console
@@ -26,6 +26,7 @@ DESCRIPTION = """Export a trained model to another library. The export is loaded
 No network or account is needed.
 
   leanclip export logs/mine mine.safetensors
+  leanclip export logs/mine between.safetensors --interpolate 0.5      (half way back to where fine-tuning started)
   leanclip export logs/mine/checkpoints/best mine-hf --format transformers
   leanclip export epoch_32.pt mine-hf --format transformers --model ViT-B-32
 """
@@ -41,8 +42,18 @@ class ExportCommand:
     """open_clip: one file. transformers: a CLIPModel directory."""
     model: str | None = None
     """The architecture of a weights file: an open_clip model name, or a config file."""
+    interpolate: float | None = None
+    """Export (1 - W) times the weights that the run started from plus W times its own, W in [0, 1]."""
+    start: str | None = None
+    """With --interpolate: where it starts, given as for evaluate. Default: what the run started from."""
     overwrite: bool = False
     """Replace an existing OUT, and the .json beside it."""
+
+    def __post_init__(self) -> None:
+        if self.interpolate is not None and not 0 <= self.interpolate <= 1:
+            raise ValueError(f"interpolate is {self.interpolate}; it must be in [0, 1]")
+        if self.start is not None and self.interpolate is None:
+            raise ValueError("--start needs --interpolate")
 
 
 def run(arguments: list[str]) -> None:
@@ -54,13 +65,18 @@ def run(arguments: list[str]) -> None:
         model = load_model(weights)
     else:
         model = create_model(ModelConfig(model=command.model, pretrained=str(weights)))
+    note = None
+    if command.interpolate is not None:
+        end = SavedModel(str(source), lambda: model, None if command.model else weights, "", "")
+        between = interpolated(find_start(command.start, end), end, command.interpolate)
+        note, model = f"Interpolated weights: {between.label}.", between.load()
     console = make_console()
     waiting = console.status("exporting and comparing") if console.is_terminal else contextlib.nullcontext()
     with waiting, writing(out, code="export.cannot_write"):
         if command.format == "open_clip":
             exported = export_open_clip(model, out, overwrite=command.overwrite)
         else:
-            exported = export_transformers(model, out, lambda: _card(model, source, out.name))
+            exported = export_transformers(model, out, lambda: _card(model, source, out.name, note))
     for path in exported.files:
         console.print(f"wrote {path}")
     console.print(f"loaded again: embeddings equal to {TOLERANCE:g} (largest difference {exported.difference:.1g})\n")
@@ -101,11 +117,13 @@ def _check_target(out: Path, command: ExportCommand) -> None:
         )
 
 
-def _card(model: TwoTower, source: Path, name: str) -> str:
+def _card(model: TwoTower, source: Path, name: str, note: str | None) -> str:
+    """With a note, the weights are not those that the run evaluated."""
     run = RunDirectory.containing(source)
     size = model.preprocess.size
     facts: dict[str, Any] = {"name": name, "version": __version__} | ({} if run is None else run.facts())
     facts |= {
+        "notes": [*(facts.get("notes") or ()), *([note] if note else ())],
         "model": Path(str(facts.get("model") or "unknown")).name.removesuffix(".json"),
         "parameters": sum(parameter.numel() for parameter in model.clip.parameters()),
         "architecture": {
@@ -115,4 +133,4 @@ def _card(model: TwoTower, source: Path, name: str) -> str:
             "Temperature": f"{model.temperature():.4f}",
         },
     }
-    return model_card(facts, {} if run is None else read_results(run.metrics), library="transformers")
+    return model_card(facts, {} if run is None or note else read_results(run.metrics), library="transformers")

@@ -1,9 +1,9 @@
-"""Evaluation results of several sets: as rows of a table, as JSON, as CSV, and compared with a baseline."""
+"""Evaluation results of several sets: as rows of a table, as JSON, as CSV, and compared with another model."""
 
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,11 +11,12 @@ from leanclip.evaluation.retrieval import DIRECTIONS, RECALL_AT
 from leanclip.evaluation.zero_shot import Classified
 
 FACTS = ("images", "captions", "chance@1", "chance@5", "chance@10")  # of the set, not of the model
+MODEL_NAMES = {"baseline": "model", "before": "after"}  # beside another model, by what that is called
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetResult:
-    """The metrics of one set, and those of the baseline model on it."""
+    """The metrics of one set, and those of another model on it."""
 
     name: str
     kind: Literal["retrieval", "zero-shot"]
@@ -25,6 +26,8 @@ class SetResult:
     details: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     baseline: Mapping[str, float] | None = None
+    compared: Literal["baseline", "before"] = "baseline"  # what `baseline` is: any model, or the run's start
+    weight: float | None = None  # of the end, if the weights were interpolated
 
     @property
     def difference(self) -> dict[str, float]:
@@ -34,59 +37,87 @@ class SetResult:
             if self.baseline and name in self.baseline and name not in FACTS
         }
 
-    def cell(self, metric: str) -> str:
-        """The metric, and the difference from the baseline in percentage points (of a rank: in ranks)."""
-        value = self.metrics.get(metric, math.nan)
-        if math.isnan(value):
-            return "–"
-        is_rank = metric.endswith("_rank")
-        text = f"{value:,.1f}".removesuffix(".0") if is_rank else f"{value:.1%}"
-        difference = self.difference.get(metric)
-        return text if difference is None else f"{text} ({difference * (1 if is_rank else 100):+.1f})"
+    def lines(self) -> Iterator[tuple[str, Mapping[str, float]]]:
+        """Metrics by what they are: those of the model, or of both models and their difference."""
+        if self.baseline is None:
+            yield "" if self.weight is None else f"{self.weight:g}", self.metrics
+            return
+        yield self.compared, self.baseline
+        yield MODEL_NAMES[self.compared], self.metrics
+        yield "difference", self.difference
+
+
+def cell(line: str, metrics: Mapping[str, float], metric: str) -> str:
+    """A metric; of a difference, in percentage points (of a rank: in ranks)."""
+    value, is_rank = metrics.get(metric, math.nan), metric.endswith("_rank")
+    if math.isnan(value):
+        return "" if line == "difference" and metric in FACTS else "–"
+    if line == "difference":
+        return f"{value * (1 if is_rank else 100):+.1f}"
+    return f"{value:,.1f}".removesuffix(".0") if is_rank else f"{value:.1%}"
 
 
 def retrieval_rows(results: Sequence[SetResult]) -> list[list[str]]:
-    """Set, direction, recalls and median rank: two rows per set."""
-    metrics = [*(f"recall@{k}" for k in RECALL_AT), "median_rank"]
+    """Set, direction, which weights, recalls and median rank."""
+    names = [*(f"recall@{k}" for k in RECALL_AT), "median_rank"]
     return [
-        [result.name, direction.replace("_", "-"), *(result.cell(f"{direction}_{metric}") for metric in metrics)]
-        for result in results
-        if result.kind == "retrieval"
+        [set_name, direction.replace("_", "-"), line, *(cell(line, values, f"{direction}_{name}") for name in names)]
+        for set_name, members in _by_set(results, "retrieval").items()
         for direction in DIRECTIONS
+        for result in members
+        for line, values in result.lines()
     ]
 
 
 def zero_shot_rows(results: Sequence[SetResult]) -> list[list[str]]:
-    """Set, images, accuracies and chance: one row per set."""
+    """Set, images, which weights, accuracies and chance."""
     rows = []
-    for result in results:
-        if result.kind == "zero-shot":
+    for name, members in _by_set(results, "zero-shot").items():
+        for result in members:
             images = result.metrics.get("images")
-            accuracies = [result.cell(name) for name in ("top1", "top5", "mean_per_class_recall")]
-            rows.append(
-                [result.name, "–" if images is None else f"{images:,.0f}", *accuracies, result.cell("chance@1")]
-            )
+            size = "–" if images is None else f"{images:,.0f}"
+            for line, values in result.lines():
+                metrics = ("top1", "top5", "mean_per_class_recall", "chance@1")
+                rows.append([name, size, line, *(cell(line, values, metric) for metric in metrics)])
     return rows
 
 
-def as_json(model: str, results: Sequence[SetResult], baseline: str | None) -> dict[str, Any]:
-    """Everything: metrics, confusion counts, the metrics of each class, the baseline's metrics and differences."""
-    sets: dict[str, Any] = {}
+def _by_set(results: Sequence[SetResult], kind: str) -> dict[str, list[SetResult]]:
+    sets: dict[str, list[SetResult]] = {}
     for result in results:
+        if result.kind == kind:
+            sets.setdefault(result.name, []).append(result)
+    return sets
+
+
+def as_json(model: str, results: Sequence[SetResult], baseline: str | None) -> dict[str, Any]:
+    """Everything: metrics, confusion counts, the metrics of each class, the other model's metrics and differences.
+
+    Of interpolated weights one such table of sets for each, under `interpolation`.
+    """
+    content: dict[str, Any] = {"model": model, "baseline": baseline, "sets": {}}
+    for result in results:
+        sets = content["sets"]
+        if result.weight is not None:
+            sets = content.setdefault("interpolation", {}).setdefault(f"{result.weight:g}", {})
         sets[result.name] = {"kind": result.kind, "by": result.by, "metrics": dict(result.metrics), **result.details}
         if result.classified is not None:
             sets[result.name] |= result.classified.to_json()
         if result.baseline is not None:
-            sets[result.name] |= {"baseline": dict(result.baseline), "difference": result.difference}
-    return {"model": model, "baseline": baseline, "sets": sets}
+            sets[result.name] |= {result.compared: dict(result.baseline), "difference": result.difference}
+    return content
 
 
 def as_csv(results: Sequence[SetResult]) -> str:
-    text, compared = io.StringIO(), any(result.baseline is not None for result in results)
+    text = io.StringIO()
+    compared = next((result.compared for result in results if result.baseline is not None), None)
+    weighted = any(result.weight is not None for result in results)
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["set", "kind", "by", "metric", "value", *(["baseline", "difference"] if compared else [])])
+    columns = ["set", "kind", "by", *(["weight"] if weighted else []), "metric", "value"]
+    writer.writerow([*columns, *([compared, "difference"] if compared else [])])
     for result in results:
+        facts = [result.name, result.kind, result.by, *([result.weight] if weighted else [])]
         for name, value in result.metrics.items():
             beside = [(result.baseline or {}).get(name, ""), result.difference.get(name, "")] if compared else []
-            writer.writerow([result.name, result.kind, result.by, name, value, *beside])
+            writer.writerow([*facts, name, value, *beside])
     return text.getvalue()

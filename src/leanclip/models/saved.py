@@ -6,6 +6,7 @@ from pathlib import Path
 WEIGHTS_FILE = "open_clip_model.safetensors"  # the two names that open_clip looks for in a `local-dir:`
 CONFIG_FILE = "open_clip_config.json"
 CHECKPOINTS, LAST = "checkpoints", "last"
+START = "start"  # the weights that a fine-tuned run started from, among its checkpoints
 
 
 def find_weights(path: Path) -> Path | None:

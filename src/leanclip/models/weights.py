@@ -1,6 +1,7 @@
 """Weights of open_clip models: which file --pretrained names, and how it is loaded."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,28 @@ def load_weights(clip: Any, path: Path, name: str, config: dict[str, Any]) -> No
 def _other_activation(weights: object, quick_gelu: bool, model: str) -> UserError:
     trained = f"{weights} was trained with{'' if quick_gelu else 'out'} QuickGELU"
     return UserError(f"{trained}; use --model {model}", code="weights.other_activation")
+
+
+def interpolate(start: Mapping[str, Tensor], end: Mapping[str, Tensor], weight: float) -> dict[str, Tensor]:
+    """(1 - weight) start + weight end, and exactly one of them at 0 and 1.
+
+    The log of the temperature and the statistics of batch norms are interpolated likewise; whole numbers, such as the
+    batches that these have counted, are the end's.
+    """
+    shapes = [{name: tuple(value.shape) for name, value in weights.items()} for weights in (start, end)]
+    differing = sorted(name for name, _ in shapes[0].items() ^ shapes[1].items())
+    if differing:
+        name = differing[0]
+        raise UserError(
+            f"weights of different architectures cannot be interpolated: {name} is {shapes[0].get(name, 'absent')} at"
+            f" the start and {shapes[1].get(name, 'absent')} at the end ({len(set(differing))} parameters differ)",
+            code="interpolate.other_model",
+        )
+    if weight in (0, 1):
+        return dict(end if weight else start)
+    return {
+        name: start[name].lerp(value, weight) if value.is_floating_point() else value for name, value in end.items()
+    }
 
 
 def with_temperature(weights: dict[str, Tensor], tau: Tensor, bias: Tensor | None) -> dict[str, Tensor]:

@@ -60,10 +60,10 @@ class Axis:
         return [(self.place(tick), label(tick, step)) for tick in self.ticks]
 
 
-def draw(chart: Chart) -> str:
+def draw(chart: Chart, *, alone: bool = False) -> str:
     """The chart as an HTML figure: title, legend of several lines, SVG and the box for values under the pointer.
 
-    At least one value is finite.
+    With `alone` as an SVG file. At least one value is finite.
     """
     finite = [value for series in chart.series for value in series.y if math.isfinite(value)]
     references = {name: value for name, value in chart.references.items() if math.isfinite(value)}
@@ -79,7 +79,7 @@ def draw(chart: Chart) -> str:
         "series": [hover_values(series, indices) for series, indices in zip(chart.series, kept, strict=True)],
     }
     module: Any = templates().get_template("charts.html.j2").module
-    return module.line_chart(
+    return (module.svg_file if alone else module.line_chart)(
         chart,
         description(chart),
         frame=FRAME,
@@ -117,10 +117,12 @@ def value_axis(values: Sequence[float], *, from_zero: bool) -> Axis:
 
 
 def step_axis(values: Sequence[float]) -> Axis:
-    """The x axis: exactly as long as the data, with whole-number ticks inside it."""
+    """The x axis: exactly as long as the data, with ticks inside it; whole numbers, such as steps, get whole ones."""
     low, high = min(values), max(values)
     high = high if high > low else low + max(1.0, abs(low) * 1e-9)  # never the same number
-    step = math.ceil(max(1.0, tick_step(high - low, 5)))
+    step = tick_step(high - low, 5)
+    if all(float(value).is_integer() for value in values):
+        step = math.ceil(max(1.0, step))
     ticks = tuple(float(i * step) for i in range(math.ceil(low / step), math.floor(high / step) + 1))
     return Axis(low, high, ticks, LEFT, RIGHT)
 

@@ -1,7 +1,7 @@
 """One self-contained HTML page for one run, or for several side by side: no network access, no further files."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,11 @@ def comparison_page(runs: Sequence[RunData]) -> dict[str, Any]:
     }
 
 
+def starting_weights(settings: Mapping[str, Any]) -> str:
+    towers = [f"{settings[key]} ({side})" for side in ("image", "text") if settings.get(key := f"pretrained_{side}")]
+    return str(settings.get("pretrained") or " + ".join(towers) or "random")
+
+
 def facts(run: RunData) -> list[tuple[str, str]]:
     """Model, data and sizes, as far as the run has recorded them."""
     info = run.info
@@ -108,7 +113,7 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         "Loss": str(info.get("loss") or ""),
         "Parameters": count(info.get("parameters")),
         "Training samples": count(info.get("train_samples")),
-        "Starting weights": str(run.settings.get("pretrained") or "random") if run.settings else "",
+        "Starting weights": starting_weights(run.settings) if run.settings else "",
         "Global batch": count(info.get("global_batch")),
         "Epochs": plain(number(info.get("epochs"))),
         "Weights": f"averaged, decay {plain(number(info['ema']))}" if info.get("ema") else "",

@@ -59,6 +59,7 @@ class Table:
     groups: Mapping[str, Sequence[Column]]
     rows: Mapping[str, Sequence[Cell]]  # by the step; the first cell is the epoch
     chance: tuple[str, ...]
+    gained: tuple[str, ...] = ()  # the last evaluation against that before training, if that started from weights
 
 
 def percent(share: float) -> str:
@@ -141,6 +142,8 @@ def evaluation_figure(name: str, evaluations: Sequence[Evaluation], key: str) ->
         ratio = value / chance
         details.append(f"chance {percent(chance)} ({ratio:.{1 if ratio < 10 else 0}f}\N{MULTIPLICATION SIGN})")
     details.append("before training" if final.step == 0 else f"step {final.step:,}")
+    if measured[0].before and final.step:
+        details.append(f"{percent(measured[0].value(key))} before training")
     if best.value(key) > value:
         details.append(f"best {percent(best.value(key))} at step {best.step:,}")
     return KeyFigure(name, percent(value), ", ".join(details))
@@ -196,4 +199,14 @@ def table(name: str, evaluations: Sequence[Evaluation]) -> Table:
     last = evaluations[-1]
     sizes = [f"{count(last.value(key))} {key}" for key in ("images", "captions") if math.isfinite(last.value(key))]
     chance = tuple(percent(column.chance) if math.isfinite(column.chance) else "" for column in columns)
-    return Table(set=name, size=", ".join(sizes), groups=groups, rows=rows, chance=chance if any(chance) else ())
+    first = evaluations[0]
+    gained = tuple(difference(column, first, last) for column in columns) if first.before and last.step else ()
+    return Table(
+        set=name, size=", ".join(sizes), groups=groups, rows=rows, chance=chance if any(chance) else (), gained=gained
+    )
+
+
+def difference(column: Column, before: Evaluation, after: Evaluation) -> str:
+    """In percentage points, or in the metric's own unit."""
+    value = (100 if column.share else 1) * (after.value(column.key) - before.value(column.key))
+    return f"{value:+.1f}" if math.isfinite(value) else DASH

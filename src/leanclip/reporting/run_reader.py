@@ -30,6 +30,7 @@ class Evaluation:
     epoch: float
     set: str
     metrics: Mapping[str, float]
+    before: bool = False  # of the trained weights that the run started from
 
     def value(self, key: str) -> float:
         return self.metrics.get(key, math.nan)
@@ -258,6 +259,7 @@ def parse_evaluation(step: int, row: Mapping[str, Any]) -> Evaluation:
         epoch=number(row.get("epoch")),
         set=str(row.get("set", "val")),
         metrics={key: number(value) for key, value in pairs},
+        before=row.get("weights") == "before",
     )
 
 

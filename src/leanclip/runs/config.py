@@ -80,6 +80,9 @@ class RunConfig:
     """How many of the newest checkpoints are kept; 0 keeps all. The best one (--best-metric) is kept as well."""
     keep_every: int | None = setting(None, resume="free")
     """Checkpoints at multiples of this many steps are kept as well."""
+    discard_start: bool = setting(False, resume="free")
+    """Do not keep the weights that a fine-tuned run starts from. They take the room of one weights file, and serve
+    the comparison of before and after and --interpolate of evaluate and export."""
     stop_on_save_error: bool = setting(False, resume="free")
     """End the run when a checkpoint cannot be written. Default: warn, and retry at the next one."""
     max_hours: float | None = setting(None, common=True, resume="free")

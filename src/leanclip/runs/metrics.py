@@ -21,10 +21,13 @@ from leanclip.losses.pair_weights import RANGE, Refit
 from leanclip.runs.histograms import Histogram
 from leanclip.runs.trackers import Tracker
 
+BEFORE = "before"  # the weights of an evaluation before the first step of a run that starts from trained ones
+
 
 class Result(NamedTuple):
     step: int
     metrics: Mapping[str, float]
+    before: Mapping[str, float] | None = None  # the metrics before the first step, of a run that starts from weights
 
 
 class MetricsLog:
@@ -76,11 +79,12 @@ class MetricsLog:
     def evaluation(
         self, *, step: int, epoch: float, name: str, metrics: Mapping[str, float], weights: str | None = None
     ) -> None:
-        """`weights` is "ema" if the averaged weights were evaluated."""
+        """`weights` is "ema" if the averaged weights were evaluated, "before" for those that a run starts from."""
         record = {"kind": "eval", "step": step, "epoch": epoch, "set": name}
         record |= {} if weights is None else {"weights": weights}
-        self._write(record | {"metrics": dict(metrics)})
-        self.results[name] = Result(step, dict(metrics))
+        record["metrics"] = dict(metrics)
+        self._write(record)
+        self.results = results_of([record], self.results)
         self._send(lambda tracker: tracker.scalars(name, metrics, step))
 
     def histograms(self, *, step: int, epoch: float, histograms: Sequence[Histogram]) -> None:
@@ -129,10 +133,16 @@ def read_results(path: Path) -> dict[str, Result]:
     return results_of(record for _, record in read_records(path)[0]) if path.exists() else {}
 
 
-def results_of(records: Iterable[Mapping[str, Any]]) -> dict[str, Result]:
-    return {
-        record["set"]: Result(record["step"], record["metrics"]) for record in records if record.get("kind") == "eval"
-    }
+def results_of(records: Iterable[Mapping[str, Any]], earlier: Mapping[str, Result] = {}) -> dict[str, Result]:
+    """The last evaluation of each set, with the one before training if that started from weights."""
+    results = dict(earlier)
+    for record in (record for record in records if record.get("kind") == "eval"):
+        name, metrics = record["set"], record["metrics"]
+        before = metrics if record.get("weights") == BEFORE else None
+        if before is None and name in results:
+            before = results[name].before
+        results[name] = Result(record["step"], metrics, before)
+    return results
 
 
 def read_records(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:

@@ -98,9 +98,12 @@ def training(facts: Mapping[str, Any], step: int | None) -> str:
 
 
 def evaluation(name: str, result: Result) -> str:
-    rows = [(key, figure(key, value)) for key, value in result.metrics.items()]
     when = "before training" if result.step == 0 else f"after step {result.step:,}"
-    return f"On {one_line(name)}, {when}:\n\n" + table(("metric", "value"), rows)
+    head, columns = ("metric", "value"), [result.metrics]
+    if result.before is not None and result.step:
+        head, columns = ("metric", "before training", "after"), [result.before, result.metrics]
+    rows = [(key, *(figure(key, column.get(key)) for column in columns)) for key in result.metrics]
+    return f"On {one_line(name)}, {when}:\n\n" + table(head, rows)
 
 
 def figure(name: str, value: float | None) -> str:

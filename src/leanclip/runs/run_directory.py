@@ -8,7 +8,7 @@ manifest.json   the shards and the ids of their samples, for resumed runs
 panel.json      held-out images with their nearest captions
 zero_shot.json  confusion counts of the last zero-shot evaluation
 diagnosis.json  written when a run stops because of non-finite steps
-checkpoints/    step_00000100/ ..., best/, last -> the newest
+checkpoints/    step_00000100/ ..., best/, start/, last -> the newest
 .lock           locked by the process that writes the run
 """
 
@@ -31,6 +31,7 @@ import torch
 
 from leanclip.errors import UserError
 from leanclip.filesystem import read_json, remove, write_atomically
+from leanclip.models.saved import START
 
 CARD_FILE, RUN_FILE, LOCK_FILE = "README.md", "run.json", ".lock"
 KEPT = "before-"  # the content of a run that restarted without a checkpoint to resume from
@@ -109,7 +110,7 @@ class RunDirectory:
     def _clear(self, *, keep: bool) -> None:
         """Remove the content; with `keep`, move it to before-N if it includes saved weights."""
         kept = None
-        if keep and self.checkpoints.is_dir() and any(self.checkpoints.iterdir()):
+        if keep and self._has_trained_weights():
             kept = next(path for n in itertools.count(1) if not (path := self.path / f"{KEPT}{n}").exists())
             kept.mkdir()
         for path in list(self.path.iterdir()):
@@ -127,11 +128,15 @@ class RunDirectory:
         unfinished = {name for name in names if name.startswith(f".{RUN_FILE}.")}
         return not names <= started | unfinished or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
+    def _has_trained_weights(self) -> bool:
+        """Whether a checkpoint was saved; the weights that the run started from are none."""
+        names = (path.name for path in self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ()
+        return any(name not in (START, f".{START}.tmp") for name in names)
+
     def discard(self) -> None:
         """Remove a run that failed before its first checkpoint, log line or diagnosis, so that its name is free."""
-        saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
         logged = self.metrics.is_file() and '"kind": "train"' in self.metrics.read_text(errors="replace")
-        if saved or logged or self.diagnosis.exists() or not self.path.is_dir():
+        if self._has_trained_weights() or logged or self.diagnosis.exists() or not self.path.is_dir():
             return
         for path in list(self.path.iterdir()):
             remove(path)

@@ -14,7 +14,7 @@ from leanclip.evaluation import (
     retrieval_panel,
     summary,
 )
-from leanclip.runs.metrics import finite
+from leanclip.runs.metrics import BEFORE, finite
 from leanclip.training.run_output import RunOutput
 from leanclip.training.setup import Job
 
@@ -78,6 +78,8 @@ class HeldOutData:
     def log_metrics(self, name: str, metrics: Mapping[str, float], step: int, epoch: float) -> None:
         if self.log is not None:
             weights = None if self.job.ema is None else "ema"
+            if step == 0 and self.job.config.model.from_weights:
+                weights = BEFORE
             self.log.evaluation(step=step, epoch=epoch, name=name, metrics=metrics, weights=weights)
 
     @property

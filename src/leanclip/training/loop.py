@@ -99,7 +99,9 @@ class _Trainer:
         job.context.loss.train()
         if at.step == 0:
             self.evaluate()
-        self.output.card_and_config(at.step)
+        texts = self.output.card_and_config(at.step)
+        if at.step == 0 and job.config.model.from_weights and not run.discard_start:
+            self.checkpoints.save_start(texts)
         self.stop.notify = self.output.print
         while True:
             for batch in self.batches():
