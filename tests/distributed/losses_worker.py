@@ -12,7 +12,7 @@ from refusal import refuses
 SAMPLES, BATCH, DIM, STEPS = 40, 11, 6, 3
 CASES = [(name, {}) for name in leanclip.LOSSES]
 CASES += [(name, extra) for name in leanclip.LOSSES for extra in ({"groups": True}, {"weights": True})]
-CASES += [(name, {"pair_weights": "learned"}) for name in leanclip.LOSSES if name != "siglip"]
+CASES += [(name, {"pair_weights": "learned"}) for name in leanclip.LOSSES]
 CASES += [("fastclip-v2", {"eps_form": "published"}), ("fastclip-v2", {"eps_form": "published", "groups": True})]
 
 

@@ -6,15 +6,13 @@ from torch.nn.functional import normalize
 
 import leanclip
 from leanclip.distributed import Ranks
-from leanclip.losses.base import Local
-from leanclip.losses.global_contrastive import GlobalContrastiveLoss
-from leanclip.losses.pair_weights import Mode, null_score
+from leanclip.losses.base import ContrastiveLoss, Local
+from leanclip.losses.pair_weights import Fit, Mode, null_score
 from leanclip.losses.similarities import Similarities
 from leanclip.ops import reference
 from refusal import refuses
 
 SAMPLES, BATCH, DIM = 1200, 100, 32
-NAMES = [name for name in leanclip.LOSSES if name != "siglip"]
 
 
 def pairs(wrong: float, samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -29,15 +27,11 @@ def pairs(wrong: float, samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Ten
     return image, text, is_wrong
 
 
-def create(name: str, samples: int = SAMPLES, mode: Mode = "auto") -> GlobalContrastiveLoss:
-    loss = leanclip.create_loss(name, num_samples=samples, tau=0.1, pair_weights=mode)
-    assert isinstance(loss, GlobalContrastiveLoss)
-    return loss
+def create(name: str, samples: int = SAMPLES, mode: Mode = "auto") -> ContrastiveLoss:
+    return leanclip.create_loss(name, num_samples=samples, tau=0.1, pair_weights=mode)
 
 
-def run(
-    loss: GlobalContrastiveLoss, image: torch.Tensor, text: torch.Tensor, epochs: range, steps: range | None = None
-):
+def run(loss: ContrastiveLoss, image: torch.Tensor, text: torch.Tensor, epochs: range, steps: range | None = None):
     """Gradients and loss values of all steps."""
     results = []
     for epoch in epochs:
@@ -51,7 +45,7 @@ def run(
     return results
 
 
-def weights_of(loss: GlobalContrastiveLoss) -> torch.Tensor:
+def weights_of(loss: ContrastiveLoss) -> torch.Tensor:
     assert loss.state is not None and loss.pair_weights is not None
     return loss.pair_weights.weights({name: loss.state.table(name) for name in ("score", "scored")})
 
@@ -60,7 +54,7 @@ def auroc(score: torch.Tensor, is_wrong: torch.Tensor) -> float:
     return float((score[is_wrong][:, None] > score[~is_wrong][None, :]).double().mean())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", leanclip.LOSSES)
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.2])
 def test_wrong_pairs_lose_their_weight_and_clean_data_keeps_all(name, share):
     image, text, is_wrong = pairs(share)
@@ -78,7 +72,7 @@ def test_wrong_pairs_lose_their_weight_and_clean_data_keeps_all(name, share):
         assert weights[is_wrong].mean() < 0.15 and weights[~is_wrong].mean() > 0.95
 
 
-@pytest.mark.parametrize("name", ["infonce", "fastclip-v2", "fastclip-v3"])
+@pytest.mark.parametrize("name", ["infonce", "siglip", "fastclip-v2", "fastclip-v3"])
 def test_on_clean_data_the_gradients_are_those_without_weights(name):
     image, text, _ = pairs(0.0)
     modes: tuple[Mode, ...] = ("learned", "auto", "off")
@@ -87,7 +81,7 @@ def test_on_clean_data_the_gradients_are_those_without_weights(name):
     assert not all(torch.equal(one, other) for one, other in zip(learned, plain, strict=True))
 
 
-@pytest.mark.parametrize("name", ["dcl", "fastclip-v2"])
+@pytest.mark.parametrize("name", ["dcl", "siglip", "fastclip-v2"])
 def test_a_run_continues_from_its_state(name):
     """Inside an epoch too: the fit is that of the epoch's start."""
     image, text, _ = pairs(0.2)
@@ -166,10 +160,97 @@ def test_the_score_with_a_neighbours_caption_is_the_written_one(individual, grou
         assert score[i].item() == pytest.approx(float(expected), rel=1e-9)
 
 
-def test_losses_that_cannot_learn_weights_are_refused():
-    with refuses("loss.no_scores", "siglip"):
-        leanclip.create_loss("siglip", num_samples=9, pair_weights="learned")
+def test_bad_settings_are_refused():
     with refuses("loss.bad_value", "off, learned, auto"):
         leanclip.create_loss("infonce", num_samples=9, pair_weights="lerned")  # pyright: ignore[reportArgumentType]
     with refuses("loss.bad_num_samples", "num_samples"):
         leanclip.create_loss("infonce", pair_weights="learned")
+
+
+@pytest.mark.parametrize("name", leanclip.LOSSES)
+def test_the_score_and_the_weights_are_the_written_ones(name):
+    """Of two visits in float64, and the gradients are those of a loss that is called with these weights."""
+    draw = torch.Generator().manual_seed(4)
+    batch, samples = 7, 10
+    learning, given = (create(name, samples, mode).double() for mode in ("learned", "off"))
+    scores = torch.zeros(samples, 2).double()
+    visits = torch.zeros(samples)
+    images, texts = (normalize(torch.randn(3, batch, 5, generator=draw).double(), dim=2) for _ in range(2))
+    ids_of_steps = torch.stack([torch.arange(batch), *(torch.randperm(samples, generator=draw)[:batch],) * 2])
+    for step, (image, text, ids) in enumerate(zip(images[:2], texts, ids_of_steps, strict=False)):
+        tau = tau_of(learning, ids)
+        score = torch.zeros(batch).double()
+        for side, similarity in enumerate((image @ text.T, text @ image.T)):
+            for i in range(batch):
+                terms = [(similarity[i, j] - similarity[i, i]) / tau[side, i] for j in range(batch) if j != i]
+                score[i] += tau[side, i] * torch.stack(terms).exp().mean().log()
+        scores[ids, step] = (score - score.mean()) / score.std(correction=0)
+        visits[ids] += 1
+        for loss in (learning, given):
+            loss.set_epoch(step, 3)
+            loss(image, text, ids)
+    assert learning.state is not None and learning.pair_weights is not None
+    expected = scores.sum(1) / visits.clamp_min(1)
+    assert torch.allclose(learning.state.table("score"), expected, rtol=1e-9, atol=1e-12)
+    assert torch.equal(learning.state.table("scored"), visits.double())
+
+    fit = Fit(-0.5, 0.5, 0.875, 0.625, 0.3)
+    learning.pair_weights.fit.copy_(torch.tensor([1.0, *fit, 0.3, 2.0], dtype=torch.float64))
+    at = expected.clamp(fit.low, fit.high)
+    right = 0.7 / fit.low_spread * (-((at - fit.low) ** 2) / (2 * fit.low_spread**2)).exp()
+    wrong = 0.3 / fit.high_spread * (-((at - fit.high) ** 2) / (2 * fit.high_spread**2)).exp()
+    weights = torch.where(visits < 2, 1.0, right / (right + wrong))
+    assert torch.allclose(weights_of(learning), weights, rtol=1e-9, atol=0)
+    results, ids = [], ids_of_steps[2]
+    for loss, extra in ((learning, {}), (given, {"weights": weights[ids]})):
+        loss.set_epoch(2, 3)
+        sides = [side[2].clone().requires_grad_() for side in (images, texts)]
+        loss(*sides, ids, **extra).loss.backward()
+        results.append([each.grad for each in (*sides, *loss.parameters())])
+    assert all(torch.allclose(*both, rtol=1e-9, atol=1e-15) for both in zip(*results, strict=True))
+
+
+def tau_of(loss: ContrastiveLoss, ids: torch.Tensor) -> torch.Tensor:
+    """(2, B) each anchor's own temperature."""
+    if loss.state is not None and "tau_image" in loss.state.initial:
+        return loss.state.read(["tau"], (ids, ids))["tau"]
+    return loss.temperature().detach().expand(2, len(ids))
+
+
+def test_long_epochs_have_several_fits_that_a_resumed_run_repeats(monkeypatch):
+    monkeypatch.setattr("leanclip.losses.pair_weights.VISITS_PER_FIT", SAMPLES // 3)
+    image, text, _ = pairs(0.2)
+    steps = SAMPLES // BATCH
+
+    def run_steps(loss: ContrastiveLoss, first: int, last: int) -> list[int]:
+        fits = []
+        for step in range(first, last):
+            loss.set_epoch(step / steps, 3)
+            assert loss.pair_weights is not None
+            if loss.pair_weights.take_refit() is not None:
+                fits.append(step)
+            ids = (torch.arange(BATCH) + step * BATCH) % SAMPLES
+            loss(image[ids], text[ids], ids)
+        return fits
+
+    whole, half, rest = (create("infonce", mode="learned") for _ in range(3))
+    expected = [steps + 4, steps + 8, 2 * steps, 2 * steps + 4, 2 * steps + 8]  # the first with second visits
+    assert run_steps(whole, 0, 3 * steps) == expected
+    run_steps(half, 0, 2 * steps + 6)
+    rest.load_state_dict(half.state_dict())
+    assert run_steps(rest, 2 * steps + 6, 3 * steps) == expected[-1:]
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in rest.state_dict().items())
+
+
+def test_a_fit_of_an_earlier_state_is_made_again():
+    """A run that reloads a checkpoint is back before the fit."""
+    image, text, _ = pairs(0.2)
+    loss = create("dcl")
+    run(loss, image, text, range(2))
+    before = {name: value.clone() for name, value in loss.state_dict().items()}
+    loss.set_epoch(2, 9)
+    expected = weights_of(loss)
+    loss.load_state_dict(before)
+    assert weights_of(loss).eq(1).all()
+    loss.set_epoch(2, 9)
+    assert expected.ne(1).any() and torch.equal(weights_of(loss), expected)

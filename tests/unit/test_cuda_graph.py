@@ -88,7 +88,7 @@ def trained(name, *, graphed, broken=(), scale=None, **hyper):
 
 
 CASES = [(name, {}) for name in leanclip.LOSSES]
-CASES += [(name, {"pair_weights": "learned"}) for name in ("infonce", "fastclip-v1")]
+CASES += [(name, {"pair_weights": "learned"}) for name in ("infonce", "siglip", "fastclip-v1")]
 
 
 @pytest.mark.parametrize(("name", "hyper"), CASES)

@@ -21,7 +21,7 @@ def test_the_log_says_at_each_fit_what_looks_wrong(mode, on, tmp_path, capsys, m
     assert train(tmp_path, pair_weights=mode, **SETTINGS) == 0
     found = refits(tmp_path)
     assert [line["epoch"] for line in found] == [2, 3] and [line["on"] for line in found] == [on, on]
-    assert all(sum(line["counts"]) >= 192 for line in found)  # an epoch's steps
+    assert all(sum(line["counts"]) >= 180 for line in found)  # epochs leave 8 of 200 out
     lines = [line for line in capsys.readouterr().out.splitlines() if "look wrong" in line]
     assert len(lines) == 2 and all(f"weights are {'on' if on else 'off'}" in line for line in lines)
 
@@ -41,7 +41,7 @@ def test_too_few_visits_are_said_and_off_is_no_setting(tmp_path, capsys):
     assert refusal_code(capsys.readouterr().err) == "resume.mismatch"
     (tmp_path / "logs/run").rename(tmp_path / "logs/plain")
     assert train(tmp_path, pair_weights="learned", epochs=1, **short) == 0
-    assert "need 2 visits" in " ".join(capsys.readouterr().out.split())
+    assert "after 2 visits" in " ".join(capsys.readouterr().out.split())
     scored = saved_tensors(tmp_path, 4)
     equal({name: value for name, value in scored.items() if name in expected}, expected)
     assert scored["loss.state.scored"].max() == 1

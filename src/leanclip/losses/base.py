@@ -1,5 +1,7 @@
 """The interface of all losses: the calls that a training loop makes, and what they return."""
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -116,6 +118,7 @@ class ContrastiveLoss(nn.Module):
         self.state, self.pair_weights = state, pair_weights
         self.lr_tau, self.follows_schedule = lr_tau, follows_schedule
         self._early: tuple[Tensor, PendingGather] | None = None  # image embeddings, and their gather
+        self._since_set_epoch: float = math.inf  # samples; more than an epoch means that a call was forgotten
 
     @torch.compiler.disable
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -185,10 +188,53 @@ class ContrastiveLoss(nn.Module):
         raise NotImplementedError
 
     def set_epoch(self, epoch: float, epochs: int) -> None:
-        """Set the epoch of the run, from which losses with a running estimate take gamma; the others ignore it."""
+        """Set the epoch of the run, from which running estimates take gamma; learned weights of pairs are fitted."""
+        self._since_set_epoch = 0.0
+        if self.pair_weights is not None and self.state is not None:
+            self.pair_weights.set_epoch(epoch, self.state)
 
     def rollback(self) -> None:
         """Undo the last update of the per-sample state, for a step that is skipped."""
+        if self.state is not None:
+            self.state.rollback()
+
+    def resize(self, num_samples: int) -> None:
+        """Grow the per-sample tables for samples added to the data."""
+        if self.state is not None:
+            self.state.resize(num_samples)
+
+    def gather_ids(
+        self, sample_ids: Tensor | None, text_ids: Tensor | None, local: Local
+    ) -> tuple[Tensor, Tensor] | None:
+        """The ids of all images and all texts, checked, on the device; one tensor where they are the same."""
+        if self.state is None:
+            return None
+        if sample_ids is None:
+            raise ArgumentError(
+                f"{self.name} keeps a state per sample: call loss(image, text, sample_ids)", code="loss.no_ids"
+            )
+        if self.training:
+            self._notice_forgotten_epoch(local.batch)
+        id_vectors = [sample_ids] if text_ids is None else [sample_ids, text_ids]
+        for ids in id_vectors:
+            self.state.check(ids)
+            if len(ids) != len(local.image):
+                raise ArgumentError(f"{len(ids)} ids for {len(local.image)} embeddings", code="loss.bad_ids")
+        on_device = torch.stack([ids.to(local.image.device, non_blocking=True) for ids in id_vectors], 1)
+        gathered = local.ranks.gather(on_device.to(self.state.id_dtype), local.batch, purpose="ids")
+        by_side = gathered.T.to(torch.int64, memory_format=torch.contiguous_format).unbind()
+        return by_side[0], by_side[-1]
+
+    def _notice_forgotten_epoch(self, batch: int) -> None:
+        assert self.state is not None
+        if self._since_set_epoch > 1.5 * self.state.num_samples:
+            self._since_set_epoch = -math.inf  # warn once
+            warnings.warn(
+                f"{self.name}: set_epoch(epoch, epochs) was not called for more than an epoch, so gamma and"
+                " learned weights of pairs stay as they are; call it at the start of every epoch",
+                stacklevel=8,
+            )
+        self._since_set_epoch += batch
 
     def param_groups(self) -> list[dict[str, Any]]:
         """For the optimizer: the temperature (and bias) with their own learning rate and no weight decay.

@@ -11,14 +11,12 @@ and differ in the normaliser (`normalizer.py`), the temperature rule (`temperatu
 """
 
 import math
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from leanclip import ops
-from leanclip.errors import ArgumentError
 from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metric, Metrics
 from leanclip.losses.custom_gradient import attach_gradients
 from leanclip.losses.device_scalars import DeviceScalars
@@ -62,7 +60,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         self.inner_rate, self.weight_by_tau = inner_rate, weight_by_tau
         self.epoch = 0
         self.shares = DeviceScalars(0.0, 1.0)  # 1 - gamma and gamma: weights of the old estimate and the batch
-        self._since_set_epoch: float = math.inf  # samples; more than an epoch means that a call was forgotten
 
     @property
     def gamma(self) -> float:
@@ -71,14 +68,13 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     def set_epoch(self, epoch: float, epochs: int) -> None:
         """Set gamma to its value in this epoch. With `gamma_per_step` give the epoch with its fraction."""
-        self.epoch, self._since_set_epoch = math.floor(epoch), 0.0
+        super().set_epoch(epoch, epochs)
+        self.epoch = math.floor(epoch)
         if self.inner_rate is not None:
             gamma = self.inner_rate(epoch, epochs)
             self.shares.set(1 - gamma, gamma)
         if isinstance(self.temperature_rule, IndividualTemperature):
             self.temperature_rule.set_epoch(self.epoch)
-        if self.pair_weights is not None and self.state is not None:
-            self.pair_weights.set_epoch(self.epoch, self.state)
 
     def temperature(self) -> Tensor:
         """The current tau: a scalar, or the mean of the per-sample ones, for which all ranks call this together."""
@@ -89,7 +85,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     def compute(self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None) -> LossOutput:
         image, text = local.image, local.text
-        ids = self._ids(sample_ids, text_ids, local)
+        ids = self.gather_ids(sample_ids, text_ids, local)
         implementation, engine = ops.implementation(self.implementation, image)
 
         with torch.no_grad():
@@ -123,46 +119,6 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         saved = (*matrix.saved(), log_weight, diagonal)
         loss = attach_gradients(value, image, text, matrix.pull, saved, slopes)
         return LossOutput(loss=loss, metrics=self._metrics(anchors, implementation))
-
-    def rollback(self) -> None:
-        if self.state is not None:
-            self.state.rollback()
-
-    def resize(self, num_samples: int) -> None:
-        """Grow the per-sample tables for samples added to the data."""
-        if self.state is not None:
-            self.state.resize(num_samples)
-
-    def _ids(self, sample_ids: Tensor | None, text_ids: Tensor | None, local: Local) -> tuple[Tensor, Tensor] | None:
-        """The ids of all images and all texts, checked, on the device; one tensor where they are the same."""
-        if self.state is None:
-            return None
-        if sample_ids is None:
-            raise ArgumentError(
-                f"{self.name} keeps a state per sample: call loss(image, text, sample_ids)", code="loss.no_ids"
-            )
-        if self.training:
-            self._notice_forgotten_epoch(local.batch)
-        id_vectors = [sample_ids] if text_ids is None else [sample_ids, text_ids]
-        for ids in id_vectors:
-            self.state.check(ids)
-            if len(ids) != len(local.image):
-                raise ArgumentError(f"{len(ids)} ids for {len(local.image)} embeddings", code="loss.bad_ids")
-        on_device = torch.stack([ids.to(local.image.device, non_blocking=True) for ids in id_vectors], 1)
-        gathered = local.ranks.gather(on_device.to(self.state.id_dtype), local.batch, purpose="ids")
-        by_side = gathered.T.to(torch.int64, memory_format=torch.contiguous_format).unbind()
-        return by_side[0], by_side[-1]
-
-    def _notice_forgotten_epoch(self, batch: int) -> None:
-        assert self.state is not None
-        if self._since_set_epoch > 1.5 * self.state.num_samples:
-            self._since_set_epoch = -math.inf  # warn once
-            warnings.warn(
-                f"{self.name}: set_epoch(epoch, epochs) was not called for more than an epoch, so gamma stays"
-                f" {self.gamma:g}; call it at the start of every epoch",
-                stacklevel=8,
-            )
-        self._since_set_epoch += batch
 
     def _read_state(self, ids: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> dict[str, Tensor]:
         """tau before this step, and the samples' log u and shift where the loss keeps them, by one collective."""
@@ -231,7 +187,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             "implementation": implementation,
         }
         if self.pair_weights is not None:
-            metrics |= {"wrong_pairs": self.pair_weights.fit[6].clone()}
+            metrics |= self.pair_weights.metrics()
         state = self.state
         if state is not None and self.inner_rate is not None:
             metrics |= {

@@ -1,8 +1,9 @@
 """Weights of pairs that a run learns: the probability that a caption belongs to its image.
 
 A visit's score is tau log g of both directions, added and standardised within its global batch; every sample keeps
-the mean over its visits. Wrong pairs score high. At the start of each epoch from the third on, two normals are fitted
-to the histogram of these means, and a pair's weight is the probability of not being of the upper one.
+the mean over its visits. Wrong pairs score high. At the start of each epoch, and inside long ones, two normals are
+fitted to the histogram of these means, and a pair's weight is the probability of not being of the upper one. Samples
+with fewer than two visits stay out of the fit and have weight 1.
 
 The fit alone calls some pairs wrong in any data. A gate estimates how many are: each image is also scored with the
 caption of its neighbour in the batch, which is the distribution of wrong pairs. Half of it lies beyond its mean, so
@@ -21,10 +22,12 @@ from leanclip.losses.sample_state import SampleState, last_occurrence
 Mode = Literal["off", "learned", "auto"]
 TABLES = {"score": 0.0, "scored": 0.0}  # the mean over the visits, and their number
 NULL = "null"  # sum and number of the scores of wrong pairs
-FIRST_EPOCH = 2  # the fit needs samples with two visits
+MIN_VISITS = 2  # of a sample, before which its score says little
+VISITS_PER_FIT = 1_000_000  # where an epoch has more, it has several fits
 SMALLEST_SHARE = 0.01  # of wrong pairs, up to which `auto` leaves all pairs at weight 1
 RANGE, BINS, LOGGED_BINS = 8.0, 1024, 128  # of the histogram, in standard deviations on both sides
 ITERATIONS, SMALLEST_SPREAD = 300, 0.02
+CHUNK = 1 << 22  # values counted at a time, which bounds the memory
 
 
 class Comparison(NamedTuple):
@@ -74,28 +77,28 @@ class Refit(NamedTuple):
 class PairWeights(nn.Module):
     """The current fit, on the device: a CUDA graph reads it at every replay."""
 
-    fit: Tensor  # whether it is used, the numbers of a `Fit`, the share of wrong pairs by the gate, the epoch
+    fit: Tensor  # whether it is used, the numbers of a `Fit`, the share of wrong pairs by the gate, which fit it is
 
     def __init__(self, state: SampleState, mode: Mode) -> None:
         super().__init__()
         self.gated = mode == "auto"
         self.register_buffer("fit", torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0, -1.0]))
         state.register_buffer(NULL, torch.zeros(2))
-        self._epoch, self._refit = -1, None
-        self.register_load_state_dict_post_hook(PairWeights._forget_epoch)
+        self._turn, self._refit = -1, None
+        self.register_load_state_dict_post_hook(PairWeights._forget_turn)
 
-    def _forget_epoch(self, incompatible: object) -> None:
-        """A loaded fit may be that of an earlier epoch."""
-        self._epoch = -1
+    def _forget_turn(self, incompatible: object) -> None:
+        """A loaded fit may be an earlier one."""
+        self._turn = -1
 
     def weights(self, stored: dict[str, Tensor]) -> Tensor:
-        """(B,) from the tables before this step. Samples without a visit have weight 1."""
+        """(B,) from the tables before this step."""
         score, scored = stored["score"], stored["scored"]
         used, low, low_spread, high, high_spread, share = self.fit[:6].to(score.dtype).unbind()
         at = torch.minimum(torch.maximum(score, low), high)  # beyond the means the tails would decide
         upper = share.log() - high_spread.log() - ((at - high) / high_spread).square() / 2
         lower = torch.log1p(-share) - low_spread.log() - ((at - low) / low_spread).square() / 2
-        return torch.where((used > 0) & (scored > 0), torch.sigmoid(lower - upper), 1.0)
+        return torch.where((used > 0) & (scored >= MIN_VISITS), torch.sigmoid(lower - upper), 1.0)
 
     def visit(self, batch: Comparison, stored: dict[str, Tensor], ids: Tensor) -> Visits:
         """Score the batch; of an id that occurs twice one occurrence counts."""
@@ -118,24 +121,30 @@ class PairWeights(nn.Module):
         return Visits(values, {NULL: torch.stack([null_sum, with_null.sum().to(null_sum.dtype)])})
 
     @torch.no_grad()
-    def set_epoch(self, epoch: int, state: SampleState) -> None:
-        """Fit again at the start of an epoch, once; all ranks call it, and this waits for the device."""
-        if epoch == self._epoch:
+    def set_epoch(self, epoch: float, state: SampleState) -> None:
+        """Fit again where one is due, which follows from the epoch alone; all ranks call it. A fit waits for the
+        device."""
+        turn = math.floor(epoch * max(1, state.num_samples // VISITS_PER_FIT))
+        if turn == self._turn:
             return
-        self._epoch = epoch
-        if epoch < FIRST_EPOCH or epoch <= int(self.fit[-1]):  # a resumed run has the fit of its epoch
+        self._turn = turn
+        if turn <= int(self.fit[-1]):  # a resumed run has the fit
             return
         counts = _histogram(state)
         null_sum, null_number = state.get_buffer(NULL).tolist()
-        used, share, fit = False, 0.0, Fit(0.0, 1.0, 0.0, 1.0, 0.5)
-        if null_number > 0 and counts.sum() > 1:
-            beyond = counts[_centres() > null_sum / null_number].sum() / counts.sum()
-            share = min(1.0, 2 * float(beyond))
-            fit = fit_two_normals(counts)
-            used = share > SMALLEST_SHARE or not self.gated
-        self.fit.copy_(torch.tensor([float(used), *fit, share, float(epoch)]))
+        if null_number == 0 or counts.sum() < 2:
+            self.fit[-1] = turn
+            return
+        beyond = counts[_centres() > null_sum / null_number].sum() / counts.sum()
+        share = min(1.0, 2 * float(beyond))
+        fit = fit_two_normals(counts)
+        used = share > SMALLEST_SHARE or not self.gated
+        self.fit.copy_(torch.tensor([float(used), *fit, share, float(turn)]))
         logged = counts.view(LOGGED_BINS, -1).sum(1).long().tolist()
         self._refit = Refit(used, share, fit, tuple(logged))
+
+    def metrics(self) -> dict[str, Tensor]:
+        return {"wrong_pairs": self.fit[6].clone()}
 
     def take_refit(self) -> Refit | None:
         """What the newest fit found, once, for the log."""
@@ -172,11 +181,13 @@ def _centres() -> Tensor:
 
 
 def _histogram(state: SampleState) -> Tensor:
-    """Of the scores of all ranks' visited samples, on the host: whole numbers, equal on any number of ranks."""
-    score = state.table("score")[state.table("scored") > 0].double()
-    bins = ((score + RANGE) * (BINS / (2 * RANGE))).floor().clamp(0, BINS - 1).long()
-    counts = torch.bincount(bins, minlength=BINS)
-    return state.ranks.sum(counts, purpose="pair weights").cpu().double()
+    """Of the scores of all ranks' samples, on the host: whole numbers, equal on any number of ranks."""
+    score, scored = state.table("score"), state.table("scored")
+    counts = torch.zeros(BINS + 1, dtype=torch.int64, device=score.device)
+    for part, visits in zip(score.split(CHUNK), scored.split(CHUNK), strict=True):
+        bins = ((part.double() + RANGE) * (BINS / (2 * RANGE))).floor().clamp(0, BINS - 1).long()
+        counts += torch.bincount(torch.where(visits >= MIN_VISITS, bins, BINS), minlength=BINS + 1)
+    return state.ranks.sum(counts[:BINS], purpose="pair weights").cpu().double()
 
 
 def fit_two_normals(counts: Tensor) -> Fit:

@@ -151,14 +151,6 @@ def loss_from_config(
     if hyper.learn_tau is False and hyper.lr_tau is not None:
         raise ArgumentError("learn_tau is False: leave lr_tau out", code="loss.bad_value")
     rule = _temperature(spec, hyper, hyper.tau)
-    if name == "siglip":
-        if learns:
-            raise ArgumentError(
-                "siglip computes no log g, from which weights of pairs are learned; choose another loss",
-                code="loss.no_scores",
-            )
-        assert isinstance(rule, GlobalTemperature) and hyper.bias is not None
-        return SigmoidLoss(implementation=implementation, temperature=rule, bias=hyper.bias, lr_tau=hyper.lr_tau)
     tables = {f"log_u_{side}": -math.inf for side in SIDES} if spec.running else {}
     if learns:
         tables |= TABLES
@@ -167,6 +159,17 @@ def loss_from_config(
     if hyper.eps_form == "published":
         tables |= {f"shift_{side}": 0.0 for side in SIDES}
     state = SampleState(num_samples, tables) if keeps_state and num_samples is not None else None
+    weights = PairWeights(state, pair_weights) if learns and state is not None else None
+    if name == "siglip":
+        assert isinstance(rule, GlobalTemperature) and hyper.bias is not None
+        return SigmoidLoss(
+            implementation=implementation,
+            temperature=rule,
+            bias=hyper.bias,
+            lr_tau=hyper.lr_tau,
+            state=state,
+            pair_weights=weights,
+        )
     return GlobalContrastiveLoss(
         name=name,
         implementation=implementation,
@@ -177,7 +180,7 @@ def loss_from_config(
         inner_rate=partial(inner_rate, hyper) if spec.running else None,
         weight_by_tau=spec.temperature == "robust",
         state=state,
-        pair_weights=PairWeights(state, pair_weights) if learns and state is not None else None,
+        pair_weights=weights,
         lr_tau=hyper.lr_tau,
         follows_schedule=spec.temperature != "robust",
     )

@@ -4,8 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from leanclip import ops
-from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metrics
+from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metric, Metrics
 from leanclip.losses.custom_gradient import attach_gradients
+from leanclip.losses.pair_weights import TABLES, PairWeights
+from leanclip.losses.sample_state import Ids, SampleState
+from leanclip.losses.similarities import Similarities
 from leanclip.losses.temperature import GlobalTemperature
 
 
@@ -18,9 +21,23 @@ class SigmoidLoss(ContrastiveLoss):
     """
 
     def __init__(
-        self, *, implementation: str, temperature: GlobalTemperature, bias: float, lr_tau: float | None
+        self,
+        *,
+        implementation: str,
+        temperature: GlobalTemperature,
+        bias: float,
+        lr_tau: float | None,
+        state: SampleState | None = None,
+        pair_weights: PairWeights | None = None,
     ) -> None:
-        super().__init__(name="siglip", implementation=implementation, lr_tau=lr_tau, follows_schedule=True)
+        super().__init__(
+            name="siglip",
+            implementation=implementation,
+            lr_tau=lr_tau,
+            follows_schedule=True,
+            state=state,
+            pair_weights=pair_weights,
+        )
         self.temperature_rule = temperature
         self.bias = nn.Parameter(torch.tensor(bias))
 
@@ -29,12 +46,17 @@ class SigmoidLoss(ContrastiveLoss):
 
     def compute(self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None) -> LossOutput:
         image, text, ranks, batch = local.image, local.text, local.ranks, local.batch
+        ids = self.gather_ids(sample_ids, text_ids, local)
         implementation, engine = ops.implementation(self.implementation, image)
         needs = (image.requires_grad and torch.is_grad_enabled(), text.requires_grad and torch.is_grad_enabled())
 
         with torch.no_grad():
             dtype = ops.accumulator_dtype(image.dtype)
             scale, bias = self.temperature().to(dtype).reciprocal(), self.bias.to(dtype)
+            if ids is None:
+                all_images, all_texts = local.gathered()
+            else:
+                local, (all_images, all_texts) = self._score(engine, local, scale, ids)
             positive = (image.to(dtype) * text).sum(1)
             weight = scale / batch
             sigmoid, diagonal = ops.Sigmoid(scale, bias, weight), -weight.expand(len(image))
@@ -43,7 +65,6 @@ class SigmoidLoss(ContrastiveLoss):
                 anchor, mean_weight = local.weights[local.share], local.weights.mean()
                 sigmoid = sigmoid._replace(sides=(anchor / 2, local.weights / 2))
                 diagonal, positive, linear = diagonal * anchor, positive * anchor, linear * anchor
-            all_images, all_texts = local.gathered()
             by_image = engine.pairwise(
                 local.pairs(image, all_texts),
                 sigmoid,
@@ -71,9 +92,29 @@ class SigmoidLoss(ContrastiveLoss):
             return ops.Gradients(*(next(kept) if need else None for need in needs))
 
         loss = attach_gradients(value, image, text, pull, saved, slopes)
-        metrics = {
+        metrics: dict[str, Metric] = {
             "tau": lambda: scale.reciprocal(),
             "bias": self.bias.detach().clone(),
             "implementation": implementation,
         }
+        if self.pair_weights is not None:
+            metrics |= self.pair_weights.metrics()
         return LossOutput(loss=loss, metrics=Metrics(metrics))
+
+    def _score(
+        self, engine: ops.Implementation, local: Local, scale: Tensor, ids: Ids
+    ) -> tuple[Local, tuple[Tensor, Tensor]]:
+        """The batch with its learned weights, and the gathered embeddings.
+
+        A visit's score is that of the other losses. SigLIP has no log g: this is one more pass over the matrix.
+        """
+        assert self.state is not None and self.pair_weights is not None
+        stored = {name: value.to(scale.dtype) for name, value in self.state.read(list(TABLES), ids).items()}
+        matrix = Similarities(engine, local, scale)
+        if self.training:
+            log_sum, _, positive = matrix.statistics()
+            log_g = log_sum - (positive * scale + matrix.log_negatives())
+            visits = self.pair_weights.visit(matrix.comparison(scale.reciprocal(), log_sum, log_g), stored, ids[1])
+            first = (stored["scored"] == 0) & ~log_g[0].isneginf()
+            self.state.write(ids, visits.values, first_visits=first, sums=visits.sums)
+        return local.weighted_by(self.pair_weights.weights(stored)), matrix.gathered

@@ -15,7 +15,6 @@ from torch import Tensor
 from leanclip.data import Batch
 from leanclip.losses import LossOutput
 from leanclip.losses.base import check_weights
-from leanclip.losses.global_contrastive import GlobalContrastiveLoss
 from leanclip.models import TwoTower
 from leanclip.models.text_length import Texts
 from leanclip.training.step_context import StepContext
@@ -88,7 +87,7 @@ class GraphedStep:
         given = (batch.sample_ids, batch.groups, batch.weights)
         self.given = [None if tensor is None else tensor.to(device, copy=True) for tensor in given]
         self.scale = torch.ones((), device=device)
-        self.state = loss.state if isinstance(loss, GlobalContrastiveLoss) else None
+        self.state = loss.state
         parameters = [*model.parameters(), *loss.parameters()]
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
 

@@ -21,8 +21,7 @@ from leanclip.errors import UserError
 from leanclip.evaluation import LabelledSet, Prompts
 from leanclip.features.locked_towers import LockedTowers
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
-from leanclip.losses.global_contrastive import GlobalContrastiveLoss
-from leanclip.losses.pair_weights import FIRST_EPOCH
+from leanclip.losses.pair_weights import MIN_VISITS
 from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower
 from leanclip.models.towers.layers import layer_rates
@@ -110,10 +109,11 @@ def build(run: ResolvedRun) -> BuiltRun:
         notes += [] if run.reset_loss else saved.ignored_settings(run.loss_flags)
     if device.type == "cpu" and config.run.precision not in ("fp32", "fp64"):
         notes.append(f"--precision {config.run.precision} is slower than fp32 on most CPUs; leave it out")
-    if config.data.pair_weights_mode != "off" and config.run.epochs <= FIRST_EPOCH:
+    visits = config.run.epochs * max(config.data.upsampling_factors or [1])
+    if config.data.pair_weights_mode != "off" and visits <= MIN_VISITS:
         notes.append(
-            f"--pair-weights {config.data.pair_weights}: weights need {FIRST_EPOCH} visits to each pair; in a run of"
-            f" {config.run.epochs} epoch(s) they stay off, and only the scores are kept"
+            f"--pair-weights {config.data.pair_weights}: a pair is weighed after {MIN_VISITS} visits, which a run of"
+            f" {config.run.epochs} epoch(s) does not exceed: all weights stay 1, only the scores are kept"
         )
     loss = _make_loss(config, run.saved_samples)
     dtype = torch.float64 if config.run.precision == "fp64" else None
@@ -190,7 +190,7 @@ def restore(job: Job, run: ResolvedRun) -> Job:
         grown = run.samples > saved.content["samples"]  # by shards that were added since
         epoch, epoch_step = divmod(position.step, per_epoch)  # as if the data had been complete from the beginning
         position = replace(position, epoch=epoch, epoch_step=epoch_step)
-        if grown and not run.reset_loss and isinstance(loss, GlobalContrastiveLoss):
+        if grown and not run.reset_loss:
             loss.resize(run.samples)
         return replace(job, position=position, same_loss=not (grown or run.reset_loss))
     if run.resume_from is None:
