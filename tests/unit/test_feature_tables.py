@@ -3,13 +3,17 @@
 import json
 import pickle
 import random
+import re
 
 import numpy as np
 import pytest
+import torch
+from checkpoint_runs import job_of
 from checkpoint_runs import train as train_any
 from shard_files import sound, write_shard
 
 from leanclip.data import BrokenSample
+from leanclip.evaluation import EvaluationSettings, embed
 from leanclip.features.table import FeatureTable
 
 NAMES = ("uncached", "cached", "fewer")
@@ -73,13 +77,13 @@ def test_a_second_run_reads_the_features_and_other_weights_get_their_own(tmp_pat
     options = {"train_data": data, "global_batch_size": 16, "lock_text": True, "cache_locked": 1, "max_steps": 3}
     assert train(tmp_path, **options) == 0
     first = capsys.readouterr().out
-    assert "features of the text tower: computed, 64 rows of 16" in first
-    assert train(tmp_path, **options, overwrite=True) == 0
-    assert "features of the text tower: read from the cache" in capsys.readouterr().out
+    assert re.search(r"features of the text tower, training data: computed in \d+ s, 64 rows of 16", first)
+    assert train(tmp_path, **options, overwrite=True, seed=5) == 0
+    assert "features of the text tower, training data: read from the cache" in capsys.readouterr().out
     other = {"train_data": data, "global_batch_size": 16, "max_steps": 3, "name": "other"}
     assert train_any(tmp_path, **other) == 0
     assert train(tmp_path, **options, overwrite=True, pretrained=tmp_path / "logs/other") == 0
-    assert "features of the text tower: computed" in capsys.readouterr().out
+    assert "features of the text tower, training data: computed in" in capsys.readouterr().out
     assert len(list((tmp_path / "cache/features").iterdir())) == 2
 
 
@@ -91,7 +95,7 @@ def test_a_damaged_table_is_computed_again(tmp_path, capsys):
     for name, content in (("features.npy", b"no array"), ("table.json", b"{"), ("first.npy", b"")):
         (directory / name).write_bytes(content)
         assert train(tmp_path, **options, max_steps=3, overwrite=True) == 0
-        assert "computed," in capsys.readouterr().out
+        assert "computed in" in capsys.readouterr().out
         assert losses(tmp_path) == expected
 
 
@@ -154,6 +158,47 @@ def test_what_cannot_be_cached_is_refused(tmp_path, capsys, options, code):
     assert train(tmp_path, train_data=shard(tmp_path), global_batch_size=16, **options) == 2
     assert f"[{code}]" in capsys.readouterr().err
     assert not (tmp_path / "logs/run").exists()
+
+
+@pytest.mark.parametrize("held_out", [{"val_split": 0.25}, {"val_data": "val"}])
+def test_evaluation_reads_features_and_gives_the_same_embeddings(tmp_path, held_out):
+    if "val_data" in held_out:
+        files = sound(9, start=100) | {"00103.jpg": b"no image"}
+        held_out = {"val_data": str(write_shard(tmp_path / "val.tar", files))}
+    options = {"train_data": str(shard(tmp_path)), "global_batch_size": 16, "lock_image": True, "lock_text": True,
+               "cache_locked": 2, "pretrained": str(WEIGHTS[0]), "tau": 0.05}  # fmt: skip
+    job = job_of(tmp_path, **options, **held_out)
+    assert job.data.val is not None
+    settings = EvaluationSettings(device=job.device)
+    expected = embed(job.model, job.data.val, settings)
+    with torch.no_grad():
+        job.model.clip.visual.conv1.weight.zero_()  # the tower does not run
+        embedded = embed(job.model, job.data.val, settings, features=job.val_features)
+    assert embedded.ids == expected.ids and embedded.captions == expected.captions
+    assert embedded.broken == expected.broken == ("val_data" in held_out)
+    torch.testing.assert_close(embedded.images, expected.images, rtol=0, atol=2e-3)
+    torch.testing.assert_close(embedded.texts, expected.texts, rtol=0, atol=2e-3)
+    tables = [FeatureTable(path) for path in (tmp_path / "cache/features").iterdir()]
+    assert sum(len(table.missing()) for table in tables) == (36 if "val_split" in held_out else 0)
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_locked": 2}])
+def test_exchanged_captions_are_those_of_others_and_never_of_held_out_samples(tmp_path, cache):
+    data = write_shard(tmp_path / "data.tar", {n: f for n, f in sound(48).items() if not n.endswith(".json")}
+                       | {f"{n:05d}.txt": f"picture number {n}".encode() for n in range(0, 48, 3)})  # fmt: skip
+    options = {"train_data": str(data), "global_batch_size": 12, "lock_text": True, "pretrained": str(WEIGHTS[0]),
+               "tau": 0.05, "val_split": 0.25, "exchange_captions": 0.5} | cache  # fmt: skip
+    job = job_of(tmp_path, **options)
+    texts = [f"picture number {number}" for number in range(48)]
+    every = job.model.text_features(job.model.tokenizer(texts)) if cache else job.model.tokenizer(texts)
+    owner = {}
+    for batch in job.loader.epoch(0):
+        for index, row in zip(batch.sample_ids.tolist(), batch.tokens, strict=True):
+            owner[index] = int((every - row).abs().amax(1).argmin())
+    assert job.data.val is not None
+    held_out = job.data.val.ids.tolist()
+    assert sorted(owner) == sorted(owner.values()) == sorted(set(range(48)) - set(held_out))
+    assert sum(index != other for index, other in owner.items()) == 18
 
 
 def test_a_dry_run_computes_no_features_and_says_their_size(tmp_path, capsys):

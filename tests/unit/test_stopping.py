@@ -66,6 +66,18 @@ def test_ctrl_c_before_the_first_step_ends_at_once(handling):
         send(signal.SIGINT)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_first_step_ends_a_single_process_at_once(number, handling):
+    stop, _ = handling
+    stop.notify = None  # nothing to save yet
+    with pytest.raises(SystemExit) as raised:
+        send(number)
+    assert raised.value.code == 75
+    stop.store = HashStore()  # others would wait for this process
+    send(number)
+    assert stop.signal == number
+
+
 def test_a_background_job_ignores_ctrl_c(handling):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Stopping().handling_signals():

@@ -37,6 +37,9 @@ class DataConfig:
     """learned: the run finds pairs that look wrong and lowers their weights, from the third epoch on. auto: only if
     more than 1% look wrong. off: all pairs count alike. Another word: the field of the metadata that holds the weight
     of a pair, 0 or more. Default: off."""
+    exchange_captions: float = setting(0.0, resume="fixed_unless_reset")
+    """Give this share of the training samples another one's captions, drawn at random with --seed: a trial of how a
+    loss or --pair-weights takes wrong captions."""
     max_broken: float = setting(0.01, resume="free")
     """The share of samples that may be broken before the run stops. Broken samples are replaced by others."""
     shuffle: Literal["all", "blocks"] = setting("all", resume="fixed_unless_reset")
@@ -70,6 +73,9 @@ class DataConfig:
             "--val-split and --val-data exclude each other; give one": self.val_split and self.val_data,
             "--val-split does not work with --shuffle blocks; hold out with --val-data": (
                 self.val_split and self.shuffle == "blocks"
+            ),
+            f"exchange_captions is {self.exchange_captions}; give a share in [0, 1]": (
+                not 0 <= self.exchange_captions <= 1
             ),
             f"max_broken is {self.max_broken}; give a share in [0, 1]": not 0 <= self.max_broken <= 1,
             f"train_data_upsampling_factors is {self.train_data_upsampling_factors!r}; give numbers, as 2::1": (

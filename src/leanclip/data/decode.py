@@ -54,12 +54,17 @@ class FeatureRows(Protocol):
 
     def draw(self, index: int, rng: random.Random) -> np.ndarray: ...
 
+    def rows(self, index: int) -> np.ndarray: ...
+
 
 class Features(NamedTuple):
     """Of locked towers, read in the place of pixels or of captions."""
 
     images: FeatureRows | None = None
     texts: FeatureRows | None = None
+
+
+NO_FEATURES = Features()
 
 
 class Box(NamedTuple):
@@ -199,14 +204,22 @@ def decode_image(source: Source, index: int) -> Image.Image:
 
 
 def training_sample(
-    source: Source, index: int, transform: Transform, *, seed: int, visit: int = 0, features: Features | None = None
+    source: Source,
+    index: int,
+    transform: Transform,
+    *,
+    seed: int,
+    visit: int = 0,
+    features: Features = NO_FEATURES,
+    captions_of: int | None = None,
 ) -> tuple[Tensor, Any]:
     """The augmented image and one caption: a pure function of the index and the seed.
 
     The features of a locked tower take the place of either: those of the visit's view, and of the same caption.
     """
-    rng, (images, texts) = random.Random(seed), features or Features()
-    caption = source.caption(index, rng) if texts is None else torch.from_numpy(texts.draw(index, rng).copy())
+    rng, (images, texts) = random.Random(seed), features
+    owner = index if captions_of is None else captions_of
+    caption = source.caption(owner, rng) if texts is None else torch.from_numpy(texts.draw(owner, rng).copy())
     if images is not None:
         return torch.from_numpy(images.view(index, visit).copy()), caption
     content = source.image_bytes(index)

@@ -20,7 +20,15 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from leanclip.data.batch import Batch
-from leanclip.data.decode import Features, Transform, naming, training_sample, view_of_sample
+from leanclip.data.decode import (
+    NO_FEATURES,
+    FeatureRows,
+    Features,
+    Transform,
+    naming,
+    training_sample,
+    view_of_sample,
+)
 from leanclip.data.order import Order, Shuffle, Visits, WeightedVisits, sample_seed
 from leanclip.data.source import MAX_EXAMPLES, BrokenSample, Source
 from leanclip.errors import UserError, first_line
@@ -36,7 +44,8 @@ class TrainingLoader:
     `visits` defaults to the parts of the source. `batch` is the global batch size, `share` the slice of each
     global batch that this process reads, by default all of it. `end_of_text` maps tokens to caption lengths, for
     models that skip the padding. `features` of locked towers are read in the place of images or captions.
-    `group_key` and `weight_key` name fields of the samples' metadata.
+    `group_key` and `weight_key` name fields of the samples' metadata. `captions_of` is the sample whose captions each
+    one gets, by default its own.
     """
 
     def __init__(
@@ -53,9 +62,10 @@ class TrainingLoader:
         pin_memory: bool,
         shuffle: Shuffle = "all",
         end_of_text: Callable[[Tensor], Tensor] | None = None,
-        features: Features | None = None,
+        features: Features = NO_FEATURES,
         group_key: str | None = None,
         weight_key: str | None = None,
+        captions_of: np.ndarray | None = None,
     ) -> None:
         visits = WeightedVisits(source.parts) if visits is None else visits
         if len(visits) < batch:
@@ -68,8 +78,8 @@ class TrainingLoader:
         self._steps: list[tuple[int, int]] = []  # of the current epoch; replaced in place, so that the workers stay
         share = slice(0, batch) if share is None else share
         batches = _TrainingBatches(
-            source, self.order, share, transform, tokenizer, seed, end_of_text, features or Features(), group_key,
-            weight_key,
+            source, self.order, share, transform, tokenizer, seed, end_of_text, features, group_key,
+            weight_key, captions_of,
         )  # fmt: skip
         self._loader = _data_loader(
             batches, sampler=self._steps, workers=workers, pin_memory=pin_memory, persistent_workers=workers > 0
@@ -134,6 +144,7 @@ class _TrainingBatches(Dataset):
     features: Features
     group_key: str | None
     weight_key: str | None
+    captions_of: np.ndarray | None
 
     def __getitem__(self, key: tuple[int, int]) -> Batch | UserError:
         try:
@@ -157,8 +168,9 @@ class _TrainingBatches(Dataset):
                     group = None if self.group_key is None else group_of(self.source, index, self.group_key)
                     weight = None if self.weight_key is None else weight_of(self.source, index, self.weight_key)
                     image, caption = training_sample(
-                        self.source, index, self.transform, seed=seed, visit=epoch + copy, features=self.features
-                    )
+                        self.source, index, self.transform, seed=seed, visit=epoch + copy, features=self.features,
+                        captions_of=index if self.captions_of is None else int(self.captions_of[index]),
+                    )  # fmt: skip
                 except BrokenSample as error:
                     broken[error.kind] += 1
                     if len(examples) < MAX_EXAMPLES:
@@ -198,7 +210,7 @@ class EvaluationBatch:
     """Held-out samples with all their captions, and the samples that could not be read."""
 
     ids: list[int]
-    images: Tensor  # (b, 3, H, W) uint8
+    images: Tensor  # (b, 3, H, W) uint8, or (b, D) features of a locked tower
     captions: list[list[str]]
     broken: list[BrokenSample]
 
@@ -208,6 +220,7 @@ class _EvaluationBatches(Dataset):
     source: Source
     ids: np.ndarray
     transform: Transform
+    features: FeatureRows | None
     batch: int
 
     def __len__(self) -> int:
@@ -217,9 +230,8 @@ class _EvaluationBatches(Dataset):
         ids, images, captions, broken = [], [], [], []
         for index in self.ids[number * self.batch : (number + 1) * self.batch].tolist():
             try:
-                sample_captions, content = self.source.captions(index), self.source.image_bytes(index)
-                with naming(self.source, index):
-                    images.append(self.transform(content, None))
+                sample_captions = self.source.captions(index)
+                images.append(self._image(index))
             except BrokenSample as error:
                 broken.append(error)
             except UserError as error:
@@ -229,12 +241,25 @@ class _EvaluationBatches(Dataset):
                 captions.append(sample_captions)
         return EvaluationBatch(ids, torch.stack(images) if images else torch.empty(0), captions, broken)
 
+    def _image(self, index: int) -> Tensor:
+        if self.features is not None:
+            return torch.from_numpy(self.features.view(index, 0).copy())
+        content = self.source.image_bytes(index)
+        with naming(self.source, index):
+            return self.transform(content, None)
+
 
 def evaluation_batches(
-    source: Source, ids: np.ndarray, transform: Transform, *, batch: int, workers: int
+    source: Source,
+    ids: np.ndarray,
+    transform: Transform,
+    *,
+    batch: int,
+    workers: int,
+    features: FeatureRows | None = None,
 ) -> Iterator[EvaluationBatch]:
-    """The samples in order, preprocessed as for inference."""
-    data = _EvaluationBatches(source, ids, transform, batch)
+    """The samples in order, preprocessed as for inference, or with the features of their images."""
+    data = _EvaluationBatches(source, ids, transform, features, batch)
     yield from in_order(data, workers=workers)
 
 

@@ -1,4 +1,4 @@
-"""Generated samples without files, for measuring the speed of everything except reading."""
+"""Generated samples without files, for measuring the speed of everything except reading; and generated mistakes."""
 
 import functools
 import io
@@ -11,6 +11,7 @@ from leanclip.data.source import Packable
 from leanclip.errors import UserError
 
 PREFIX = "synthetic:"
+EXCHANGE_KEY = 0xE8C4  # keeps these random numbers apart from others of the same seed
 RAW_SIDE = 256  # pixels, of the uncompressed images
 NOISE_BYTES = 1 << 20  # every image is a slice of these; generating new noise would dominate the measurement
 JPEG_SIZE = (500, 375)
@@ -83,3 +84,12 @@ def _jpeg(number: int) -> bytes:
     file = io.BytesIO()
     Image.fromarray(coarse).resize(JPEG_SIZE, Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
     return file.getvalue()
+
+
+def exchanged_captions(ids: np.ndarray, samples: int, share: float, *, seed: int) -> np.ndarray:
+    """For each sample the one whose captions it gets: a share of the ids, drawn at random, exchange theirs."""
+    rng = np.random.default_rng([seed, EXCHANGE_KEY])
+    chosen = rng.choice(ids, round(share * len(ids)), replace=False)
+    captions_of = np.arange(samples)
+    captions_of[chosen] = np.roll(chosen, 1)
+    return captions_of

@@ -1,7 +1,7 @@
 """Embeddings of held-out images and captions. Ranks share the work, and all get the result."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from leanclip.data import EvaluationTransform, Source, Subset, evaluation_batches
+from leanclip.data.decode import NO_FEATURES, FeatureRows, Features
 from leanclip.data.loader import EvaluationBatch
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
@@ -68,12 +69,20 @@ class Embedded(NamedTuple):
         )
 
 
-def embed(model: TwoTower, data: Subset, settings: EvaluationSettings, *, name: str = "held-out data") -> Embedded:
+def embed(
+    model: TwoTower,
+    data: Subset,
+    settings: EvaluationSettings,
+    *,
+    name: str = "held-out data",
+    features: Features = NO_FEATURES,
+) -> Embedded:
+    """All images and captions. `features` of locked towers are read instead of running these."""
     ranks = Ranks.current()
     local_ids = data.ids[equal_share(ranks, len(data.ids))]
     ids, local_captions, broken, embeddings = [], [], [], []
     with inference(model, settings):
-        for batch, images in embedded_batches(model, data.source, local_ids, settings, name):
+        for batch, images in embedded_batches(model, data.source, local_ids, settings, name, features.images):
             ids += batch.ids
             local_captions += batch.captions
             broken += [str(error) for error in batch.broken]
@@ -92,7 +101,8 @@ def embed(model: TwoTower, data: Subset, settings: EvaluationSettings, *, name: 
         images = _gather(ranks, torch.cat(embeddings), width=len(local_ids))
         images = images[torch.tensor(list(rows.values()), device=settings.device)]
         flat = [caption for index in rows for caption in captions[index]]
-        texts = embed_texts(model, flat, settings, title=f"{name}: captions")
+        stored = None if features.texts is None else _stored_texts(features.texts, captions)
+        texts = embed_texts(model, flat, settings, title=f"{name}: captions", stored=stored)
     image_of_text = [number for number, index in enumerate(rows) for _ in captions[index]]
     image_of_text = torch.tensor(image_of_text, device=settings.device)
     return Embedded(images, texts, image_of_text, flat, list(rows), len(data.ids) - len(rows))
@@ -109,13 +119,20 @@ def inference(model: TwoTower, settings: EvaluationSettings) -> Iterator[None]:
 
 
 def embedded_batches(
-    model: TwoTower, source: Source, ids: np.ndarray, settings: EvaluationSettings, title: str
+    model: TwoTower,
+    source: Source,
+    ids: np.ndarray,
+    settings: EvaluationSettings,
+    title: str,
+    features: FeatureRows | None = None,
 ) -> Iterator[tuple[EvaluationBatch, Tensor]]:
     """Batches with the embeddings of their images, of this rank's ids."""
     ranks, transform = Ranks.current(), EvaluationTransform(model.preprocess)
-    workers = settings.workers if len(ids) * ranks.size > MANY_SAMPLES else 0
+    workers = settings.workers if len(ids) * ranks.size > MANY_SAMPLES and features is None else 0
     with progress_bar(title, len(ids) * ranks.size, shown=settings.progress) as advance:
-        for batch in evaluation_batches(source, ids, transform, batch=settings.batch, workers=workers):
+        for batch in evaluation_batches(
+            source, ids, transform, batch=settings.batch, workers=workers, features=features
+        ):
             size = model.preprocess.size
             height, width = (size, size) if isinstance(size, int) else size
             # FSDP needs the same number of forward passes on every rank: without a usable image, run a blank one.
@@ -125,20 +142,42 @@ def embedded_batches(
             advance((len(batch.ids) + len(batch.broken)) * ranks.size)
 
 
-def embed_texts(model: TwoTower, texts: Sequence[str], settings: EvaluationSettings, *, title: str) -> Tensor:
-    """The embedding of every text, each distinct one computed once: equal texts tie exactly."""
+def embed_texts(
+    model: TwoTower,
+    texts: Sequence[str],
+    settings: EvaluationSettings,
+    *,
+    title: str,
+    stored: Mapping[str, np.ndarray] | None = None,
+) -> Tensor:
+    """The embedding of every text, each distinct one computed once: equal texts tie exactly.
+
+    `stored` has the features of each text, of a locked tower.
+    """
     ranks = Ranks.current()
     numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
     distinct, embeddings = list(numbers), []
     local = [distinct[row] for row in equal_share(ranks, len(distinct))]
     with progress_bar(title, len(distinct), shown=settings.progress) as advance:
         for start in range(0, len(local), settings.batch):
-            tokens = model.tokenizer(local[start : start + settings.batch])  # the model moves them to its device
+            batch = local[start : start + settings.batch]
+            if stored is None:
+                tokens = model.tokenizer(batch)  # the model moves them to its device
+            else:
+                tokens = torch.from_numpy(np.stack([stored[text] for text in batch])).to(settings.device)
             embeddings.append(model.encode_text(tokens).to(wide_dtype(model)))
             ACTIVITY.still_working()
             advance(len(tokens) * ranks.size)
     gathered = _gather(ranks, torch.cat(embeddings), width=len(local))
     return gathered[torch.tensor([numbers[text] for text in texts], device=settings.device)]
+
+
+def _stored_texts(features: FeatureRows, captions: Mapping[int, Sequence[str]]) -> dict[str, np.ndarray]:
+    stored: dict[str, np.ndarray] = {}
+    for index, texts in captions.items():
+        for text, row in zip(texts, features.rows(index), strict=True):
+            stored.setdefault(text, row)
+    return stored
 
 
 def equal_share(ranks: Ranks, count: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from leanclip.models.towers.projection import Projection
 from leanclip.progress import ACTIVITY, progress_bar
 
 FORMAT = 1
+VIEW_SEED = 0  # of the augmented views: runs that differ in their seed share the tables
 IMAGES_PER_PASS, CAPTIONS_PER_PASS = 256, 1024
 
 
@@ -34,13 +36,14 @@ class LockedTowers:
 
     model: TwoTower
     source: Source
-    transform: Transform  # of training images
+    data_name: str  # in messages
+    transform: Transform
     views: int
-    seed: int
     autocast: torch.autocast
     workers: int
     ranks: Ranks
     notify: Callable[[str], object]
+    ids: np.ndarray | None = None  # of the samples; by default all
 
     def features(self, *, images: bool, texts: bool) -> Features:
         """The tables of the towers that are locked, read from the cache or computed."""
@@ -75,30 +78,36 @@ class LockedTowers:
         facts = self._facts(side)
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         directory = cache_directory() / "features" / f"{side}-{digest[:16]}"
-        missing = self.ranks.broadcast_from_first(lambda: self._prepare(side, directory, facts))
+        missing = self.ranks.broadcast_from_first(lambda: self._missing(self._prepare(side, directory, facts)))
         if not (directory / "table.json").is_file():
             raise UserError(
                 f"{directory} is not shared by all processes; set LEANCLIP_CACHE to a directory that is",
                 code="features.not_shared",
             )
-        table = FeatureTable(directory, writable=True)
-        verb = "computed" if len(missing) else "read from the cache"
-        self.notify(
-            f"features of the {side} tower: {verb}, {len(table.features):,} rows of {table.features.shape[1]},"
-            f" {table.nbytes / 2**20:,.1f} MiB in {directory}"
-        )
+        table, begin = FeatureTable(directory, writable=True), time.perf_counter()
         if len(missing):
             local = missing[self.ranks.share(len(missing))]
             fill = self._fill_images if side == "image" else self._fill_texts
-            with progress_bar(f"features of the {side} tower", len(missing), shown=self.ranks.first) as advance:
+            title = f"features of the {side} tower, {self.data_name}"
+            with progress_bar(title, len(missing), shown=self.ranks.first) as advance:
                 for done in fill(table, local):
                     ACTIVITY.still_working()
                     advance(done * self.ranks.size)
         self.ranks.all_gather_objects(None)  # until all have written
         table = FeatureTable(directory)
-        if len(table.missing()):
-            raise RuntimeError(f"{directory} lacks the features of {len(table.missing()):,} samples")
+        if len(left := self._missing(table)):
+            raise RuntimeError(f"{directory} lacks the features of {len(left):,} samples")
+        how = f"computed in {time.perf_counter() - begin:,.0f} s" if len(missing) else "read from the cache"
+        self.notify(
+            f"features of the {side} tower, {self.data_name}: {how}, {len(table.features):,} rows of"
+            f" {table.features.shape[1]}, {table.nbytes / 2**20:,.1f} MiB in {directory}"
+        )
         return table
+
+    def _missing(self, table: FeatureTable) -> np.ndarray:
+        """The ids whose features are still to be computed."""
+        missing = table.missing()
+        return missing if self.ids is None else np.intersect1d(missing, self.ids)
 
     def _facts(self, side: str) -> dict[str, Any]:
         tower = self.model.clip.visual if side == "image" else _text_modules(self.model)
@@ -109,16 +118,16 @@ class LockedTowers:
             "precision": str(self.autocast.fast_dtype) if self.autocast._enabled else "full",
         }
         if side == "image":
-            facts |= {"transform": repr(self.transform), "views": self.views, "seed": self.seed}
+            facts |= {"transform": repr(self.transform), "views": self.views, "seed": VIEW_SEED}
         return facts
 
-    def _prepare(self, side: str, directory: Path, facts: Mapping[str, Any]) -> np.ndarray:
-        """Make an empty table, unless there is a sound one; the ids that it lacks. Only the first rank does, so that
-        all ranks divide the same ids: one that looked later would miss those another has written by then."""
+    def _prepare(self, side: str, directory: Path, facts: Mapping[str, Any]) -> FeatureTable:
+        """Make an empty table, unless there is a sound one. Only the first rank does, and says which ids are missing:
+        a rank that looked later would not see those that another has written by then."""
         with_table = directory / "table.json"
         try:
             if with_table.is_file() and json.loads(with_table.read_text()) == facts:
-                return FeatureTable(directory).missing()
+                return FeatureTable(directory)
         except (OSError, ValueError, EOFError):
             self.notify(f"{directory} is damaged and is computed again")
         shutil.rmtree(directory, ignore_errors=True)
@@ -127,7 +136,7 @@ class LockedTowers:
                 first, weights = np.arange(len(self.source) + 1) * self.views, None
             else:
                 first, weights = count_captions(self.source)
-            return FeatureTable.create(directory, first, self._dim(side), dict(facts), weights).missing()
+            return FeatureTable.create(directory, first, self._dim(side), dict(facts), weights)
         except OSError as error:
             raise UserError(
                 f"cannot write {directory} ({error.strerror}); set LEANCLIP_CACHE to another directory",
@@ -152,16 +161,17 @@ class LockedTowers:
 
     def _fill_images(self, table: FeatureTable, ids: np.ndarray) -> Iterator[int]:
         batches = view_batches(
-            self.source, ids, self.transform, views=self.views, seed=self.seed,
+            self.source, ids, self.transform, views=self.views, seed=VIEW_SEED,
             batch=max(1, IMAGES_PER_PASS // self.views), workers=self.workers,
         )  # fmt: skip
-        for batch in batches:
-            if batch.ids:
-                pixels = batch.images.to(self.model.image_mean.device)
-                table.write(batch.ids, _stored(self.model.image_features(pixels)))
-            for index, error in batch.broken.items():
-                table.mark_broken(index, error.kind, str(error))
-            yield len(batch.ids) + len(batch.broken)
+        with channels_last(self.model.clip.visual):
+            for batch in batches:
+                if batch.ids:
+                    pixels = batch.images.to(self.model.image_mean.device, memory_format=torch.channels_last)
+                    table.write(batch.ids, _stored(self.model.image_features(pixels)))
+                for index, error in batch.broken.items():
+                    table.mark_broken(index, error.kind, str(error))
+                yield len(batch.ids) + len(batch.broken)
 
     def _fill_texts(self, table: FeatureTable, ids: np.ndarray) -> Iterator[int]:
         good: list[int] = []
@@ -187,6 +197,16 @@ class LockedTowers:
             tokens = self.model.tokenizer([captions[number] for number in numbers])
             rows.update(zip(numbers, _stored(self.model.text_features(tokens)), strict=True))
         return np.stack([rows[number] for number in range(len(captions))])
+
+
+@contextmanager
+def channels_last(tower: nn.Module) -> Iterator[None]:
+    """The memory layout in which convolutions are fastest, by half on a CPU; a checkpoint needs the usual one."""
+    tower.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    try:
+        yield
+    finally:
+        tower.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
 
 
 def count_captions(source: Source) -> tuple[np.ndarray, np.ndarray | None]:

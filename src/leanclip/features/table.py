@@ -76,19 +76,20 @@ class FeatureTable:
 
     def view(self, index: int, number: int) -> np.ndarray:
         """A row of a sample, the numbers beyond its last row starting again at the first."""
-        start, stop = self._rows(index)
-        return self.features[start + number % (stop - start)]
+        rows = self.rows(index)
+        return rows[number % len(rows)]
 
     def draw(self, index: int, rng: random.Random) -> np.ndarray:
         """A row of a sample, drawn as one of its captions is."""
-        start, stop = self._rows(index)
-        weights = None if self.weights is None else self.weights[start:stop].tolist()
-        return self.features[start + pick(stop - start, weights, rng)]
+        rows, start = self.rows(index), int(self.first[index])
+        weights = None if self.weights is None else self.weights[start : start + len(rows)].tolist()
+        return rows[pick(len(rows), weights, rng)]
 
-    def _rows(self, index: int) -> tuple[int, int]:
+    def rows(self, index: int) -> np.ndarray:
+        """All rows of a sample."""
         if self.done[index] == BROKEN:
             if self._broken is None:
                 lines = (self.directory / "broken.jsonl").read_text().splitlines()
                 self._broken = {entry[0]: (entry[1], entry[2]) for entry in map(json.loads, lines)}
             raise BrokenSample(*self._broken[index])
-        return int(self.first[index]), int(self.first[index + 1])
+        return self.features[self.first[index] : self.first[index + 1]]

@@ -80,6 +80,10 @@ class Stopping:
         again = self._seconds_since(signal.SIGINT) > REPEAT_CTRL_C_SECONDS
         if (again and number != signal.SIGUSR1) or (number == signal.SIGINT and self.notify is None):
             raise KeyboardInterrupt  # torchrun turns a second Ctrl-C into SIGTERM
+        if number != signal.SIGINT and self.notify is None and self.store is None:
+            # Features of locked towers may take long; several processes stop after their first step.
+            os.write(2, f"leanclip: {signal.Signals(number).name} before the first step\n".encode())
+            raise SystemExit(stopped_code())
         if number == signal.SIGINT and number not in self._received and self.notify is not None:
             line = "Ctrl-C: the run stops after this step and saves; press it again to end at once, without saving"
             # In a thread, because this one may have been interrupted while it printed.

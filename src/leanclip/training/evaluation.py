@@ -42,7 +42,7 @@ class HeldOutData:
     def retrieval(self, data: Subset, step: int, epoch: float) -> dict[str, float]:
         """Recall on the held-out data, and a panel of examples."""
         job = self.job
-        embedded = embed(job.model, data, self.settings)
+        embedded = embed(job.model, data, self.settings, features=job.val_features)
         if not self.captions_checked and (shared := embedded.shared_captions("the held-out data")):
             self.output.print(f"warning: {shared}")
         self.captions_checked = True

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,8 +14,9 @@ from leanclip.checkpointing.checkpoint import Position
 from leanclip.checkpointing.openclip import OpenClipCheckpoint
 from leanclip.checkpointing.resume import SavedRun
 from leanclip.checkpointing.state import RunState
-from leanclip.data import Batch, Datasets, TrainingLoader, training_transform
-from leanclip.data.decode import Features, TrainingTransform
+from leanclip.data import Batch, Datasets, EvaluationTransform, TrainingLoader, training_transform
+from leanclip.data.decode import NO_FEATURES, Features, TrainingTransform
+from leanclip.data.synthetic import exchanged_captions
 from leanclip.device import autocast_of
 from leanclip.distributed import gloo_group, wrap_ddp, wrap_fsdp
 from leanclip.errors import UserError
@@ -62,6 +64,7 @@ class Job:
     seconds_per_step: float | None = None  # measured on a CPU whose threads were chosen, without optimizer and data
     peak_bytes: int | None = None  # of a GPU's memory, where the micro-batch was measured
     zero_shot: tuple[tuple[LabelledSet, Prompts], ...] = ()  # classified at each evaluation
+    val_features: Features = NO_FEATURES  # of the held-out data, where towers are locked and their features kept
 
     @property
     def epochs(self) -> int:
@@ -142,7 +145,7 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     ranks, device, batch = run.ranks, run.device, run.batch
     warmup = _start_warmup(built) if kernels and device.type == "cuda" and ranks.size == 1 else None
     notes = list(built.notes)
-    features = _locked_features(built, notes, compute=kernels)
+    features, val_features = _locked_features(built, notes, compute=kernels)
     compiled = uses_compile(config, model, ranks, device, run.steps)
     if compiled:
         model.compile_towers(whole=not config.parallel.fsdp)
@@ -154,7 +157,7 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     if ranks.rank > 0:
         torch.manual_seed(config.run.seed + 7919 * ranks.rank)  # so that dropout differs between ranks
     autocast = autocast_of(config.run.precision, device)
-    graph = uses_cuda_graph(config, model, ranks, device) and features == Features()
+    graph = uses_cuda_graph(config, model, ranks, device) and features == NO_FEATURES
     context = StepContext(
         towers=towers,
         loss=loss,
@@ -177,7 +180,7 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
         state=state, group=gloo_group(ranks), resume_from=run.resume_from, ema=ema, compiled=compiled,
         notes=(*notes, *(threads.notes if threads else ())), threads=threads.number if threads else None,
         seconds_per_step=threads.seconds_per_step if threads else None, peak_bytes=peak_bytes,
-        position=Position(), zero_shot=run.zero_shot,
+        position=Position(), zero_shot=run.zero_shot, val_features=val_features,
     )  # fmt: skip
 
 
@@ -265,12 +268,12 @@ def _transform(built: BuiltRun) -> TrainingTransform:
     )
 
 
-def _locked_features(built: BuiltRun, notes: list[str], *, compute: bool) -> Features:
-    """Tables of what the locked towers compute, with --cache-locked."""
-    run, config = built.run, built.config
+def _locked_features(built: BuiltRun, notes: list[str], *, compute: bool) -> tuple[Features, Features]:
+    """Tables of what the locked towers compute for the training data and the held-out data, with --cache-locked."""
+    run, config, val = built.run, built.config, built.run.data.val
     views = config.data.cache_locked
     if views is None:
-        return Features()
+        return NO_FEATURES, NO_FEATURES
     images, texts = (tower.frozen_layers == tower.layers for tower in built.model.summary())
     if not images and not texts:
         raise UserError(
@@ -280,9 +283,9 @@ def _locked_features(built: BuiltRun, notes: list[str], *, compute: bool) -> Fea
     towers = LockedTowers(
         model=built.model,
         source=run.data.train.source,
+        data_name="training data",
         transform=_transform(built),
         views=views,
-        seed=config.run.seed,
         autocast=autocast_of(config.run.precision, run.device),
         workers=config.data.workers,
         ranks=run.ranks,
@@ -290,8 +293,13 @@ def _locked_features(built: BuiltRun, notes: list[str], *, compute: bool) -> Fea
     )
     if not compute:
         notes.append(towers.expected(images=images, texts=texts))
-        return Features()
-    return towers.features(images=images, texts=texts)
+        return NO_FEATURES, NO_FEATURES
+    train = towers.features(images=images, texts=texts)
+    if val is None:
+        return train, NO_FEATURES
+    transform = EvaluationTransform(built.model.preprocess)
+    towers = replace(towers, source=val.source, ids=val.ids, data_name="held-out data", transform=transform, views=1)
+    return train, towers.features(images=images, texts=texts)
 
 
 def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
@@ -311,7 +319,19 @@ def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
         features=features,
         group_key=config.data.group_key,
         weight_key=config.data.pair_weights_field,
+        captions_of=_captions_of(run.data, config),
     )
+
+
+def _captions_of(data: Datasets, config: TrainConfig) -> np.ndarray | None:
+    """With --exchange-captions; captions of held-out samples stay where they are."""
+    source, val, share = data.train.source, data.val, config.data.exchange_captions
+    if not share:
+        return None
+    ids = np.arange(len(source))
+    if val is not None and val.source is source:
+        ids = np.setdiff1d(ids, val.ids)
+    return exchanged_captions(ids, len(source), share, seed=config.run.seed)
 
 
 def _set_threads(context: StepContext, built: BuiltRun) -> Threads:
