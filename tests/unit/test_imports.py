@@ -14,6 +14,7 @@ SOURCE = Path(leanclip.__file__).parent
 # Top to bottom: a module may import from tiers below its own and from its own package.
 TIERS = (
     ("cli",),
+    ("suspects",),
     ("api", "planning", "reporting", "search"),
     ("recipes", "training_run", "evaluation_run"),
     ("config",),

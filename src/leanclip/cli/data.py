@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from leanclip.cli import suspects
 from leanclip.cli.parse import parse
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically, writing
@@ -17,9 +18,11 @@ if TYPE_CHECKING:  # importing torch takes seconds, and --help does not need it
 
 DESCRIPTION = """usage: leanclip data pack SOURCE OUT [options]
        leanclip data check DATA [options]
+       leanclip data suspects RUN [options]
 
-  pack    write WebDataset tar shards from a CSV or TSV file, parquet files, a folder of images, or COCO captions
-  check   count and measure samples, find broken ones, empty captions and duplicates
+  pack      write WebDataset tar shards from a CSV or TSV file, parquet files, a folder of images, or COCO captions
+  check     count and measure samples, find broken ones, empty captions and duplicates
+  suspects  list the pairs of a run whose caption looks wrong
 
 Each has its own --help. Example:
 
@@ -119,9 +122,12 @@ def run(arguments: list[str]) -> None:
         _pack(parse(PackCommand, arguments[1:], command="data pack", description=PACK_DESCRIPTION))
     elif arguments[0] == "check":
         _check(parse(CheckCommand, arguments[1:], command="data check", description=CHECK_DESCRIPTION))
+    elif arguments[0] == "suspects":
+        suspects.run(arguments[1:])
     else:
         raise UserError(
-            f"unknown command data {arguments[0]!r}; give data pack or data check", code="data.unknown_command"
+            f"unknown command data {arguments[0]!r}; give data pack, data check or data suspects",
+            code="data.unknown_command",
         )
 
 

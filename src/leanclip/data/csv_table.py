@@ -96,6 +96,9 @@ class Table(Packable):
             )
         return self._fields(self._rows_of(index)[0])[self._columns.index(key)].strip()
 
+    def file(self, index: int) -> str:
+        return str(self.path)
+
     def name(self, index: int) -> str:
         return self._row_name(self._rows_of(index)[0])
 

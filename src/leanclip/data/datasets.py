@@ -53,7 +53,7 @@ class Datasets:
 
 def open_datasets(config: DataConfig, *, seed: int, manifest: Manifest | None = None) -> Datasets:
     """Open the training and validation data; the manifest of a resumed run preserves the sample ids."""
-    source = _train_source(config, manifest)
+    source = train_source(config, manifest)
     BrokenCount(config.max_broken).add(len(source), source.broken)
     _explain_ignored_counts(config, source)
     if config.val_split:
@@ -79,7 +79,7 @@ def open_validation(
 ) -> tuple[Subset | None, str | None]:
     """The held-out data alone, and the note to show with figures on them."""
     if config.val_split:
-        source = _train_source(config, manifest)
+        source = train_source(config, manifest)
         return Subset(source, _split(source, config.val_split, seed, manifest).held_out), _note(config)
     if config.val_data is None and config.train_data is not None:
         return None, None
@@ -137,7 +137,8 @@ def _note(config: DataConfig) -> str | None:
     return BUNDLED_NOTE if config.train_data is None and config.val_data is None else None
 
 
-def _train_source(config: DataConfig, manifest: Manifest | None) -> Source:
+def train_source(config: DataConfig, manifest: Manifest | None) -> Source:
+    """All samples of the training data, without what an epoch visits of them."""
     data = str(BUNDLED / "train-*.tar") if config.train_data is None else config.train_data
     return open_source(data, config, factors=config.upsampling_factors, manifest=manifest)
 

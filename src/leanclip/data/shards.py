@@ -174,6 +174,9 @@ class Shards(Source):
         except (OSError, IndexError):
             return f"number {index - self.bases[bisect.bisect_right(self.bases, index) - 1]}"
 
+    def file(self, index: int) -> str:
+        return self._locate(index)[0].path
+
     def name(self, index: int) -> str:
         return f"{self.key(index)} of {self._locate(index)[0].path}"
 

@@ -96,6 +96,10 @@ class Source(Protocol):
         """What identifies the sample for others: its key in a shard, or the path of its image. Never raises."""
         return self.name(index)
 
+    def file(self, index: int) -> str:
+        """The file that holds or lists the sample. Never raises."""
+        return ""
+
     def weighted_captions(self, index: int) -> tuple[list[str], list[float] | None]:
         """All captions, and how often each is drawn; None for equally often."""
         return self.captions(index), None

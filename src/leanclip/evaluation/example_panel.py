@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from leanclip.data import Subset
+from leanclip.data import Source, Subset
 from leanclip.data.decode import decode_image
 from leanclip.evaluation.embed import Embedded
 
@@ -27,8 +27,8 @@ def retrieval_panel(data: Subset, embedded: Embedded, *, images: int = 12, match
             {"caption": embedded.captions[j], "score": score, "correct": embedded.captions[j] in captions_of[row]}
             for j, score in zip(order.tolist(), scores.tolist(), strict=True)
         ]
-        thumbnail = _thumbnail(data, embedded.ids[row], PANEL_PIXELS)
-        panel.append(thumbnail | {"caption": captions_of[row][0], "matches": nearest})
+        small = thumbnail(data.source, embedded.ids[row], PANEL_PIXELS)
+        panel.append(small | {"caption": captions_of[row][0], "matches": nearest})
     return panel
 
 
@@ -61,11 +61,11 @@ def hardest_negatives(
                 hardest.append((worst[0][1] - right[row], row, worst))
     hardest.sort(key=lambda entry: entry[0], reverse=True)
     return [
-        _thumbnail(data, embedded.ids[row], PANEL_PIXELS)
+        thumbnail(data.source, embedded.ids[row], PANEL_PIXELS)
         | {"caption": captions_of[row][0], "score": right[row]}
         | {
             "negatives": [
-                _thumbnail(data, embedded.ids[owner_of[text]], NEGATIVE_PIXELS)
+                thumbnail(data.source, embedded.ids[owner_of[text]], NEGATIVE_PIXELS)
                 | {"caption": embedded.captions[text], "score": score}
                 for text, score in worst
             ]
@@ -85,8 +85,8 @@ def _spread(count: int, number: int) -> list[int]:
     return np.linspace(0, count - 1, min(number, count)).round().astype(int).tolist()
 
 
-def _thumbnail(data: Subset, index: int, pixels: int) -> dict[str, str]:
-    image = decode_image(data.source, index)
+def thumbnail(source: Source, index: int, pixels: int) -> dict[str, str]:
+    image = decode_image(source, index)
     image.thumbnail((pixels, pixels))
     file = io.BytesIO()
     image.save(file, "JPEG", quality=88)

@@ -94,11 +94,8 @@ class PairWeights(nn.Module):
     def weights(self, stored: dict[str, Tensor]) -> Tensor:
         """(B,) from the tables before this step."""
         score, scored = stored["score"], stored["scored"]
-        used, low, low_spread, high, high_spread, share = self.fit[:6].to(score.dtype).unbind()
-        at = torch.minimum(torch.maximum(score, low), high)  # beyond the means the tails would decide
-        upper = share.log() - high_spread.log() - ((at - high) / high_spread).square() / 2
-        lower = torch.log1p(-share) - low_spread.log() - ((at - low) / low_spread).square() / 2
-        return torch.where((used > 0) & (scored >= MIN_VISITS), torch.sigmoid(lower - upper), 1.0)
+        used, *fit = self.fit[:6].to(score.dtype).unbind()
+        return torch.where((used > 0) & (scored >= MIN_VISITS), torch.sigmoid(log_odds(score, *fit)), 1.0)
 
     def visit(self, batch: Comparison, stored: dict[str, Tensor], ids: Tensor) -> Visits:
         """Score the batch; of an id that occurs twice one occurrence counts."""
@@ -130,13 +127,11 @@ class PairWeights(nn.Module):
         self._turn = turn
         if turn <= int(self.fit[-1]):  # a resumed run has the fit
             return
-        counts = _histogram(state)
-        null_sum, null_number = state.get_buffer(NULL).tolist()
-        if null_number == 0 or counts.sum() < 2:
+        counts = count_scores(state.table("score"), state.table("scored"))
+        counts = state.ranks.sum(counts, purpose="pair weights").cpu().double()
+        if (share := wrong_share(counts, state.get_buffer(NULL))) is None:
             self.fit[-1] = turn
             return
-        beyond = counts[_centres() > null_sum / null_number].sum() / counts.sum()
-        share = min(1.0, 2 * float(beyond))
         fit = fit_two_normals(counts)
         used = share > SMALLEST_SHARE or not self.gated
         self.fit.copy_(torch.tensor([float(used), *fit, share, float(turn)]))
@@ -180,14 +175,31 @@ def _centres() -> Tensor:
     return (torch.arange(BINS, dtype=torch.float64) + 0.5) * (2 * RANGE / BINS) - RANGE
 
 
-def _histogram(state: SampleState) -> Tensor:
-    """Of the scores of all ranks' samples, on the host: whole numbers, equal on any number of ranks."""
-    score, scored = state.table("score"), state.table("scored")
+def log_odds(
+    score: Tensor, low: Tensor, low_spread: Tensor, high: Tensor, high_spread: Tensor, share: Tensor
+) -> Tensor:
+    """Of being of the lower normal of a fit."""
+    at = torch.minimum(torch.maximum(score, low), high)  # beyond the means the tails would decide
+    upper = share.log() - high_spread.log() - ((at - high) / high_spread).square() / 2
+    lower = torch.log1p(-share) - low_spread.log() - ((at - low) / low_spread).square() / 2
+    return lower - upper
+
+
+def wrong_share(counts: Tensor, null: Tensor) -> float | None:
+    """The gate's estimate, on the host; None without two scores, or without any of a wrong pair."""
+    null_sum, null_number = null.tolist()
+    if null_number == 0 or counts.sum() < 2:
+        return None
+    return min(1.0, 2 * float(counts[_centres() > null_sum / null_number].sum() / counts.sum()))
+
+
+def count_scores(score: Tensor, scored: Tensor, min_visits: int = MIN_VISITS) -> Tensor:
+    """A histogram: whole numbers, whose sum over the ranks is the same on any number of ranks."""
     counts = torch.zeros(BINS + 1, dtype=torch.int64, device=score.device)
     for part, visits in zip(score.split(CHUNK), scored.split(CHUNK), strict=True):
         bins = ((part.double() + RANGE) * (BINS / (2 * RANGE))).floor().clamp(0, BINS - 1).long()
-        counts += torch.bincount(torch.where(visits >= MIN_VISITS, bins, BINS), minlength=BINS + 1)
-    return state.ranks.sum(counts[:BINS], purpose="pair weights").cpu().double()
+        counts += torch.bincount(torch.where(visits >= min_visits, bins, BINS), minlength=BINS + 1)
+    return counts[:BINS]
 
 
 def fit_two_normals(counts: Tensor) -> Fit:

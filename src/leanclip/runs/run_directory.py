@@ -6,6 +6,7 @@ run.json        model, data and environment of the run, and its status
 metrics.jsonl   one object per logged step and per evaluation
 manifest.json   the shards and the ids of their samples, for resumed runs
 panel.json      held-out images with their nearest captions
+suspects.json   the worst pairs that `leanclip data suspects` found
 zero_shot.json  confusion counts of the last zero-shot evaluation
 diagnosis.json  written when a run stops because of non-finite steps
 checkpoints/    step_00000100/ ..., best/, start/, last -> the newest
@@ -47,6 +48,7 @@ class RunDirectory:
         self.config, self.card = path / "config.toml", path / CARD_FILE
         self.metrics, self.manifest = path / "metrics.jsonl", path / "manifest.json"
         self.panel, self.zero_shot = path / "panel.json", path / "zero_shot.json"
+        self.suspects = path / "suspects.json"
         self.diagnosis, self.checkpoints = path / "diagnosis.json", path / "checkpoints"
 
     @classmethod

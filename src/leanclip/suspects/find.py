@@ -1,0 +1,121 @@
+"""Suspects of a run: from its directory to the table and the page."""
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from leanclip.config import load_toml, override
+from leanclip.data import Source, load_manifest
+from leanclip.data.datasets import train_source
+from leanclip.device import autocast_of, device_of
+from leanclip.errors import UserError
+from leanclip.evaluation import EvaluationSettings
+from leanclip.filesystem import check_target, write_atomically, writing
+from leanclip.inference import find_model
+from leanclip.runs import RunDirectory, TrainConfig
+from leanclip.suspects.page import page_entries, write_page
+from leanclip.suspects.scores import Scores, model_scores, stored_scores
+from leanclip.suspects.table import check_output, suspects, worst_first, write_table
+
+LEAST_ROWS = 1000  # of the table, where few pairs look wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What to find and where to write it."""
+
+    run: Path
+    output: Path | None = None
+    page: Path | None = None
+    shown: int = 48  # on the page; 0 for no page
+    rows: int | None = None  # of the table
+    train_data: str | None = None  # if the data of the run have moved
+    device: str | None = None
+    batch: int = 256
+    progress: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """For the summary."""
+
+    samples: int
+    scored: int
+    share: float  # of wrong pairs
+    rows: int
+    table: Path
+    page: Path | None
+    from_table: bool  # of the run; otherwise its model scored the data
+
+
+def find_suspects(search: Search) -> Found:
+    run = RunDirectory.containing(search.run)
+    if run is None:
+        raise UserError(
+            f"{search.run} is not a run; give the folder that leanclip train wrote", code="suspects.no_run"
+        )
+    output, page = search.output or run.path / "suspects.csv", search.page or run.path / "suspects.html"
+    check_output(output)
+    if search.shown:
+        with writing(page, code="suspects.cannot_write"):
+            check_target(page)
+    config = override(TrainConfig(), load_toml(run.config), str(run.config))
+    data = config.data if search.train_data is None else replace(config.data, train_data=search.train_data)
+    source = train_source(data, load_manifest(run.manifest))
+    saved = find_model(str(search.run))
+    scores = None if saved.directory is None else stored_scores(saved.directory)
+    from_table, model = scores is not None, None
+    device = device_of(search.device)
+    settings = EvaluationSettings(
+        device=device,
+        autocast=autocast_of("fp32", device),
+        batch=search.batch,
+        workers=min(4, os.cpu_count() or 1),
+        progress=search.progress,
+    )
+    if scores is None or search.shown:
+        model = saved.load().to(device).eval()
+    if scores is None:
+        assert model is not None
+        scores = model_scores(model, source, settings)
+    _check_fits(scores, source, search.run)
+    ids = worst_first(scores, least=max(LEAST_ROWS, search.shown), rows=search.rows)
+    written = write_table(output, suspects(source, scores, ids))
+    found = Found(
+        samples=len(source),
+        scored=int(scores.scored.sum()),
+        share=scores.share,
+        rows=written,
+        table=output,
+        page=page if search.shown else None,
+        from_table=from_table,
+    )
+    if model is not None and search.shown:
+        shown = worst_first(scores, least=0, rows=search.shown)
+        entries = page_entries(model, source, list(suspects(source, scores, shown)), settings)
+        _write_pages(run, page, entries, found)
+    return found
+
+
+def _check_fits(scores: Scores, source: Source, run: Path) -> None:
+    if len(scores.score) > len(source):
+        raise UserError(
+            f"{run} has scores of {len(scores.score):,} samples and the data hold {len(source):,}; give --train-data,"
+            " the data that it was trained on",
+            code="suspects.other_data",
+        )
+
+
+def _write_pages(run: RunDirectory, page: Path, entries: list[dict[str, Any]], found: Found) -> None:
+    """The page, and for the report of the run what the page shows."""
+    facts = {
+        "pairs scored": f"{found.scored:,} of {found.samples:,}",
+        "look wrong": f"{found.share:.1%}, about {round(found.share * found.scored):,}",
+        "shown": f"{len(entries)}",
+    }
+    write_page(page, entries, name=run.path.resolve().name, facts=facts)
+    content = json.dumps({"wrong_pairs": found.share, "pairs": entries})
+    with writing(run.suspects, code="suspects.cannot_write"):
+        write_atomically(run.suspects, content)

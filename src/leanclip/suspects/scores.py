@@ -1,0 +1,101 @@
+"""The score of every pair, from the table of a run or by one pass of its model, and how likely the pair is wrong."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from leanclip.checkpointing.checkpoint import TENSORS
+from leanclip.checkpointing.storage import StoredTensors
+from leanclip.data import Source
+from leanclip.data.order import Permutation
+from leanclip.errors import UserError
+from leanclip.evaluation import EvaluationSettings
+from leanclip.evaluation.embed import embed_texts, embedded_batches, inference
+from leanclip.losses import create_loss
+from leanclip.losses.pair_weights import MIN_VISITS, count_scores, fit_two_normals, log_odds, wrong_share
+from leanclip.models import TwoTower
+
+NAMES = ("score", "scored", "null")
+BATCH, POOL = 1024, 8192  # samples that are compared with each other, and from which such batches are drawn
+ORDER_KEY = 0x5C0E
+
+
+class Scores(NamedTuple):
+    """By sample id."""
+
+    score: np.ndarray  # float32; high for wrong pairs
+    probability: np.ndarray  # float32, of being wrong
+    scored: np.ndarray  # bool: whether there is a score
+    share: float  # of wrong pairs, estimated
+
+
+def stored_scores(checkpoint: Path) -> Scores | None:
+    """From the table that a run with learned pair weights saves; None if the checkpoint has none."""
+    if not (checkpoint / TENSORS).is_dir():
+        return None
+    stored, names = StoredTensors.open(checkpoint / TENSORS), [f"loss.state.{name}" for name in NAMES]
+    if not set(names) <= set(stored.shapes):
+        return None
+    return judge(*stored.read(names).values())
+
+
+def model_scores(model: TwoTower, source: Source, settings: EvaluationSettings) -> Scores:
+    """By one pass over the data. Every pair is compared twice, with other pairs each time; of several captions the
+    first two."""
+    tau = min(max(model.temperature(), 0.01), 1.0)
+    loss = create_loss("infonce", num_samples=len(source), tau=tau, learn_tau=False, pair_weights="learned")
+    loss = loss.to(settings.device)
+    loss.set_epoch(0, 1)
+    draw = torch.Generator().manual_seed(0)
+    with inference(model, settings):
+        for images, captions, ids in _pools(model, source, settings):
+            for visit in range(MIN_VISITS):
+                texts = [options[visit % len(options)] for options in captions]
+                embedded = embed_texts(model, texts, settings, title="captions")
+                order = torch.randperm(len(ids), generator=draw)
+                for part in order.tensor_split(-(-len(ids) // BATCH)):
+                    loss(images[part], embedded[part], ids[part])
+    assert loss.state is not None
+    return judge(*(loss.state.get_buffer(name).cpu() for name in NAMES))
+
+
+def _pools(
+    model: TwoTower, source: Source, settings: EvaluationSettings
+) -> Iterator[tuple[Tensor, list[list[str]], Tensor]]:
+    """Image embeddings, captions and ids of random samples, as many as fit a few batches; the last pool has more."""
+    random_ids = Permutation(len(source), ORDER_KEY)(np.arange(len(source)))
+    images, captions, ids = [], [], []
+    for batch, embedded in embedded_batches(model, source, random_ids, settings, "images"):
+        images.append(embedded)
+        captions += batch.captions
+        ids += batch.ids
+        if len(ids) >= 2 * POOL:
+            joined = torch.cat(images)
+            yield joined[:POOL], captions[:POOL], torch.tensor(ids[:POOL])
+            images, captions, ids = [joined[POOL:]], captions[POOL:], ids[POOL:]
+    if len(ids) < 3:
+        raise UserError("fewer than three samples can be used", code="data.no_usable_samples")
+    yield torch.cat(images), captions, torch.tensor(ids)
+
+
+def judge(score: Tensor, scored: Tensor, null: Tensor) -> Scores:
+    """From the tables of a loss. The probability is that of the fit with the gate's share of wrong pairs: the fit
+    alone calls some pairs wrong in any data."""
+    visits = int(scored.max()) if len(scored) else 0
+    counts = count_scores(score, scored, min(MIN_VISITS, max(1, visits))).double()
+    share = wrong_share(counts, null)
+    if share is None:
+        raise UserError("the run has not scored its pairs yet; train it longer", code="suspects.no_scores")
+    fit = fit_two_normals(counts)
+    odds = log_odds(score.float(), *torch.tensor(fit))
+    wrong = torch.sigmoid(_logit(share) - _logit(fit.share) - odds)
+    return Scores(score.float().numpy(), wrong.numpy(), (scored > 0).numpy(), share)
+
+
+def _logit(share: float) -> float:
+    return -math.inf if share <= 0 else math.inf if share >= 1 else math.log(share / (1 - share))
