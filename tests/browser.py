@@ -1,8 +1,11 @@
 """Loads a local page in the installed Chromium, driven by Playwright, and reports what the page became."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,25 +51,37 @@ class PageState:
     requests: list[str]
 
 
-def inspect_page(
-    path: Path, screenshot: Path, width: int = 1200, height: int = 900, *, dark: bool = False, script: str = ""
-) -> PageState:
-    """Load a file, run `script` in it, save a screenshot of the whole page and return its state."""
+@contextmanager
+def open_browser(
+    width: int = 1200, height: int = 900, *, dark: bool = False, touch: bool = False
+) -> Iterator[tuple[Any, list[str], list[str]]]:
+    """A page in a new browser, what its console says, and the addresses that it loads."""
     from playwright.sync_api import sync_playwright
 
     console: list[str] = []
     requests: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light")
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", has_touch=touch
+        )
+        page = context.new_page()
         page.on("console", lambda message: console.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: console.append(f"exception: {error}"))
         page.on("dialog", lambda dialog: console.append(f"dialog: {dialog.message}") or dialog.dismiss())
         page.on("request", lambda request: requests.append(request.url))
+        yield page, console, requests
+        browser.close()
+
+
+def inspect_page(
+    path: Path, screenshot: Path, width: int = 1200, height: int = 900, *, dark: bool = False, script: str = ""
+) -> PageState:
+    """Load a file, run `script` in it, save a screenshot of the whole page and return its state."""
+    with open_browser(width, height, dark=dark) as (page, console, requests):
         page.goto(path.resolve().as_uri())
         if script:
             page.evaluate(script)
         state = page.evaluate(STATE)
         page.screenshot(path=screenshot, full_page=True)
-        browser.close()
     return PageState(**state, console=console, requests=[url for url in requests if not url.startswith("data:")])

@@ -15,6 +15,7 @@ from leanclip.cli.flags import sections_of
 from leanclip.cli.openclip_flags import FLAGS
 from leanclip.cli.plan import PlanCommand
 from leanclip.cli.report import ReportCommand
+from leanclip.cli.search import SearchCommand
 from leanclip.cli.selftest import SelftestCommand
 from leanclip.cli.train import TrainCommand
 from leanclip.losses import LOSSES
@@ -46,6 +47,7 @@ KNOWN_FLAGS = {
     "data": flags_of(PackCommand, CheckCommand),
     "export": flags_of(ExportCommand),
     "report": flags_of(ReportCommand),
+    "search": flags_of(SearchCommand),
     "selftest": flags_of(SelftestCommand),
 }
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "plan": "memory, speed and the command of a run on given GPUs, without running it",
     "evaluate": "retrieval and zero-shot metrics of a run, a checkpoint or an open_clip model",
     "embed": "embeddings of images and captions, in files that NumPy maps",
+    "search": "a local page to search embedded images by a sentence or an image",
     "data": "pack images and captions into shards; check a data set",
     "export": "write a trained model as an open_clip file or a transformers directory",
     "report": "write one HTML file with the curves, metrics and images of a run",

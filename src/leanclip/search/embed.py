@@ -28,7 +28,7 @@ from leanclip.inference import find_model
 from leanclip.models import TwoTower
 from leanclip.progress import ACTIVITY, progress_bar
 from leanclip.search.data import absolute, identity_of, open_data, shards_of
-from leanclip.search.store import FACTS, FORMAT, SIDES, EmbeddingStore, width_of
+from leanclip.search.store import FACTS, FORMAT, SIDES, EmbeddingStore, plain, width_of
 from leanclip.version import __version__
 
 BLOCK = 256  # samples; fixed, because the size of a batch changes the last bit of a result
@@ -112,7 +112,7 @@ def refuse_other(store: EmbeddingStore, facts: dict[str, Any]) -> None:
             f" {new['place']} (weights {new['digest'][:12]}); give that model, or another directory",
             code="search.other_model",
         )
-    changed = [name for name in ("preprocess", "precision") if _plain(old[name]) != _plain(new[name])]
+    changed = [name for name in ("preprocess", "precision") if plain(old[name]) != plain(new[name])]
     if changed:
         raise UserError(
             f"{store.directory} was embedded with {changed[0]} {old[changed[0]]}, not {new[changed[0]]}; give the"
@@ -120,19 +120,12 @@ def refuse_other(store: EmbeddingStore, facts: dict[str, Any]) -> None:
             code="search.other_model",
         )
     old, new = store.facts["data"], facts["data"]
-    if _plain(old["identity"]) != _plain(new["identity"]) or old["columns"] != new["columns"]:
+    if plain(old["identity"]) != plain(new["identity"]) or old["columns"] != new["columns"]:
         raise UserError(
             f"{store.directory} holds {old['samples']:,} samples of {old['location']}, not these {new['samples']:,}"
             f" of {new['location']}, or they have changed since; give another directory",
             code="search.other_data",
         )
-
-
-def _plain(value: Any) -> Any:
-    """As JSON keeps it: tuples are lists."""
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _prepare(out: Path, facts: dict[str, Any], source: Source, of: Of, notify: Callable[[str], object]) -> np.ndarray:

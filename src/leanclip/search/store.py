@@ -152,3 +152,10 @@ def width_of(keys: list[str]) -> int:
     """Bytes for each key, from a sample of the keys: twice the longest."""
     longest = max(len(key.encode("utf-8", "replace")) for key in keys)
     return min(max(2 * longest, SHORTEST_KEY), LONGEST_KEY)
+
+
+def plain(value: Any) -> Any:
+    """As JSON keeps it: tuples are lists."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value

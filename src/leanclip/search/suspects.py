@@ -1,0 +1,62 @@
+"""A table of pairs that look wrong, as `leanclip data suspects` writes it: .csv or .parquet."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from leanclip.errors import UserError, first_line
+from leanclip.search.store import EmbeddingStore
+
+NAMES = ("suspects.parquet", "suspects.csv")
+NEEDED = ("key", "shard")
+SHOWN = ("key", "shard", "caption", "score", "probability", "rank")
+MOST_ROWS = 100_000
+
+
+def find_suspects(store: EmbeddingStore, path: str | None) -> list[dict[str, Any]] | None:
+    """The rows of a table, with the ids of the samples that the store has; None if there is no table."""
+    if path is None:
+        found = next((store.directory / name for name in NAMES if (store.directory / name).is_file()), None)
+        if found is None:
+            return None
+        path = str(found)
+    try:
+        rows = [dict(row) for row, _ in zip(_rows(Path(path)), range(MOST_ROWS), strict=False)]
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError(f"cannot read {path} ({first_line(error)})", code="search.bad_suspects") from error
+    missing = [name for name in NEEDED if rows and name not in rows[0]]
+    if missing:
+        raise UserError(
+            f"{path} has no column {missing[0]}; a table of suspects has {', '.join(SHOWN)}",
+            code="search.bad_suspects",
+        )
+    ids = _ids(store, rows)
+    return [{name: row.get(name) for name in SHOWN} | {"id": index} for row, index in zip(rows, ids, strict=True)]
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        try:
+            from pyarrow import parquet
+        except ImportError as error:
+            message = "pyarrow is not installed: pip install 'leanclip[parquet]'"
+            raise UserError(message, code="install.parquet") from error
+        for batch in parquet.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
+    else:
+        with path.open(newline="", encoding="utf-8") as file:
+            yield from csv.DictReader(file)
+
+
+def _ids(store: EmbeddingStore, rows: list[dict[str, Any]]) -> list[int | None]:
+    """The id of each row by shard and key. Several shards may have the same keys; a shard is known by its name."""
+    wanted = np.array([str(row["key"]).encode("utf-8", "replace") for row in rows])
+    order = np.argsort(wanted)
+    positions = np.flatnonzero(np.isin(store.keys, wanted[order]))
+    ids: dict[tuple[str, str], int] = {}
+    for index in positions.tolist():
+        ids.setdefault((store.shards[int(store.shard_number(index))].name, store.key(index)), index)
+    return [ids.get((str(row["shard"]).rstrip("/").rpartition("/")[2], str(row["key"]))) for row in rows]

@@ -1,0 +1,197 @@
+"""leanclip search: exact and approximate indexes, the table, duplicates, classes, suspects, and what is refused."""
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from search_sets import FIRST, SCRIPT, SECOND, embed, image_of, write_hostile_shards
+from shard_files import exit_code
+
+from leanclip.search.duplicates import PairSearch
+from leanclip.search.engine import RequestError, open_engine
+from leanclip.search.index import ExactIndex, LargeIndex, open_index
+from leanclip.search.store import EmbeddingStore
+from leanclip.search.suspects import find_suspects
+from refusal import refusal_code, refuses
+
+
+@pytest.fixture(scope="module")
+def embedded(small_run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("search")
+    return embed(small_run, write_hostile_shards(folder / "shards"), folder / "out")
+
+
+@pytest.fixture(scope="module")
+def engine(embedded):
+    return open_engine(str(embedded), device="cpu")
+
+
+def unit(rows):
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.02], ids=["spread out", "almost equal"])
+def test_exact_search_is_exact(spread):
+    """Vectors that differ by less than float16 resolves in a product are still ordered right."""
+    rng = np.random.default_rng(0)
+    features = unit(rng.normal(size=64) + spread * rng.normal(size=(3000, 64))).astype(np.float16)
+    usable = rng.random(3000) > 0.1
+    index = ExactIndex(features, usable)
+    for query in unit(rng.normal(size=64) + rng.normal(size=(20, 64))).astype(np.float32):
+        scores = np.where(usable, features.astype(np.float32) @ query, -np.inf)
+        for span in (None, (500, 1500)):
+            allowed = np.arange(3000) if span is None else np.arange(*span)
+            order = allowed[np.argsort(-scores[allowed], kind="stable")][:20]
+            found = index.nearest(query, 20, span)
+            np.testing.assert_allclose(found.scores, scores[order], atol=1e-6)
+            assert len(set(found.ids.tolist()) & set(order.tolist())) >= 19  # equal scores may change places
+            assert usable[found.ids].all()
+    assert len(index.nearest(features[0], 5000).ids) == usable.sum()
+    assert len(ExactIndex(features, np.zeros(3000, bool)).nearest(features[0], 5).ids) == 0
+
+
+def test_the_approximate_index_is_built_once_and_finds_almost_all(embedded, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    shutil.copytree(embedded, out)
+    store = EmbeddingStore(out)
+    exact, large = open_index(store), open_index(store, largest_exact=10)
+    assert isinstance(large, LargeIndex) and large.approximate and not exact.approximate
+    for index in np.flatnonzero(store.usable("images")).tolist():
+        query = np.asarray(store.tables["images"].features[index], np.float32)
+        for span in (None, store.ids_of_shard(1)):
+            first, second = (which.nearest(query, 5, span) for which in (exact, large))
+            assert first.ids.tolist() == second.ids.tolist()  # forty vectors are few enough to find all
+            np.testing.assert_allclose(first.scores, second.scores, atol=1e-6)
+        assert 5 not in large.nearest(query, 40).ids
+    written = (out / "images/index.usearch").stat().st_mtime_ns
+    open_index(store, largest_exact=10)
+    assert (out / "images/index.usearch").stat().st_mtime_ns == written
+    (out / "images/index.usearch").write_bytes(b"damaged")
+    assert len(open_index(store, largest_exact=10).nearest(np.ones(48), 5).ids) == 5
+    monkeypatch.setitem(sys.modules, "usearch.index", None)
+    with refuses("install.search", "leanclip[search]"):
+        open_index(store, largest_exact=10)
+
+
+def test_a_query_prints_a_table(embedded, capsys):
+    assert exit_code("search", embedded, "--query", "square number 3", "--count", 4, "--device", "cpu") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if ".tar" in line]
+    assert len(lines) == 4
+    command = ("search", embedded, "--device", "cpu", "--query", "x", "--count", 3)
+    assert exit_code(*command, "--shard", SECOND) == 0
+    assert capsys.readouterr().out.count(SECOND) == 3
+    assert exit_code(*command, "--shard", "other") == 2
+    assert refusal_code(capsys.readouterr().err) == "search.no_shard"
+    assert exit_code(*command[:-3], " ") == 2
+    assert refusal_code(capsys.readouterr().err) == "search.bad_query"
+
+
+def test_an_image_finds_itself_and_its_copy(engine):
+    for query in (engine.of_image(image_of(7)), engine.of_sample(7), engine.of_sample(33)):
+        hits = engine.nearest(query, count=2)
+        assert {hit.id for hit in hits} == {7, 33} and hits[1].score > 0.99
+    assert engine.nearest(engine.of_sample(7), count=1, shard=1)[0].id == 33
+    assert [hit.id for hit in engine.nearest(engine.of_sample(7), count=3, offset=1)] == [
+        hit.id for hit in engine.nearest(engine.of_sample(7), count=4)
+    ][1:]
+    with pytest.raises(RequestError, match="no vector"):
+        engine.of_sample(5)
+    with pytest.raises(RequestError, match="cannot be read"):
+        engine.of_image(b"GIF89a")
+
+
+def test_near_duplicates(engine, embedded):
+    for index in (engine.index, open_index(engine.store, largest_exact=10)):
+        search = PairSearch(0.9999)
+        search.run(index, engine.usable)
+        assert search.finished and search.done == 1
+        assert [7, 33] in search.pairs.tolist() and (np.diff(search.scores) <= 0).all()
+        assert 5 not in search.pairs
+        features = np.asarray(engine.store.tables["images"].features, np.float32)
+        all_pairs = np.argwhere(np.triu(features @ features.T >= 0.9999, 1))
+        assert sorted(search.pairs.tolist()) == all_pairs.tolist()
+
+
+def test_images_are_sorted_into_classes(engine):
+    name, result = engine.sort(["square number 1", " square number 2", "", "a  dog", "a dog"], "plain")
+    assert result.classes == ("square number 1", "square number 2", "a dog")
+    assert sum(result.counts) == 39 and sorted(result.ids.tolist()) == [i for i in range(40) if i != 5]
+    features = np.asarray(engine.store.tables["images"].features, np.float32)
+    texts = np.stack([engine.of_text(text) for text in result.classes])
+    scores = np.exp((features @ texts.T) / engine.model.temperature())
+    scores /= scores.sum(1, keepdims=True)
+    for number in range(3):
+        rows = result.rows_of(number)
+        ids = result.ids[rows.start : rows.stop]
+        assert (scores[ids].argmax(1) == number).all()
+        np.testing.assert_allclose(
+            result.probability[rows.start : rows.stop], np.sort(scores[ids, number]), atol=1e-3
+        )
+    assert engine.sort(["square number 1", "square number 2", "a dog"], "plain")[0] == name
+    assert engine.sort(["square number 1", "square number 2", "a dog"], "simple")[0] != name
+    for classes, templates in ((["one"], "plain"), (["a", "b"], "other"), ([str(n) for n in range(1001)], "plain")):
+        with pytest.raises(RequestError):
+            engine.sort(classes, templates)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_suspects_are_joined_by_shard_and_key(kind, engine, tmp_path):
+    columns = {
+        "key": ["k33", "k07", "absent"], "shard": [f"/elsewhere/{SECOND}", FIRST, FIRST],
+        "caption": ["a", SCRIPT, ""], "score": [0.1, 0.2, 0.3], "probability": [0.9, 0.8, 0.7], "rank": [1, 2, 3],
+    }  # fmt: skip
+    path = tmp_path / f"suspects.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pyarrow.table(columns), path)
+    else:
+        lines = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
+        path.write_text("\n".join(lines))
+    rows = find_suspects(engine.store, str(path))
+    assert rows is not None and [row["id"] for row in rows] == [33, 7, None]
+    assert rows[1]["caption"] == SCRIPT
+    assert find_suspects(engine.store, None) is None
+    path.write_bytes(b"a,b\n1,2\n")
+    with refuses("search.bad_suspects"):
+        find_suspects(engine.store, str(path))
+
+
+def test_what_moved_or_is_another_is_named(embedded, small_run, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(embedded.parent, folder)
+    facts = json.loads((folder / "out/embeddings.json").read_text())
+    facts["data"]["location"] = str(folder / "shards")
+    facts["shards"] = [[path.replace(str(embedded.parent), str(folder)), first] for path, first in facts["shards"]]
+    (folder / "out/embeddings.json").write_text(json.dumps(facts))
+    out = str(folder / "out")
+    open_engine(out, device="cpu")
+    (folder / "shards" / FIRST).rename(folder / "moved.tar")
+    with refuses("search.data_moved", str(folder / "shards"), f"{folder / 'shards' / FIRST} is missing", "--data"):
+        open_engine(out)
+    (folder / "elsewhere").mkdir()
+    (folder / "moved.tar").rename(folder / "elsewhere" / FIRST)
+    shutil.copy(folder / "shards" / SECOND, folder / "elsewhere")
+    assert open_engine(out, data=str(folder / "elsewhere"), device="cpu").caption(6) == "square number 6"
+    shutil.rmtree(folder / "shards")
+    with refuses("search.data_moved", str(folder / "shards")):
+        open_engine(out)
+    facts["model"]["digest"] = "0" * 64
+    (folder / "out/embeddings.json").write_text(json.dumps(facts))
+    with refuses("search.other_model", str(small_run), "000000000000"):
+        open_engine(out, data=str(folder / "elsewhere"))
+    facts["model"]["place"] = str(folder / "gone")
+    (folder / "out/embeddings.json").write_text(json.dumps(facts))
+    with refuses("search.model_moved", str(folder / "gone"), "--model"):
+        open_engine(out, data=str(folder / "elsewhere"))
+    with refuses("search.no_embeddings", str(tmp_path)):
+        open_engine(str(tmp_path))
+
+
+def test_captions_alone_cannot_be_searched(small_run, embedded, tmp_path):
+    shards = str(embedded.parent / "shards")
+    assert exit_code("embed", small_run, shards, tmp_path / "out", "--device", "cpu", "--of", "captions") == 0
+    with refuses("search.no_images", "--of images"):
+        open_engine(str(tmp_path / "out"))
