@@ -25,6 +25,8 @@ OPTIMIZERS = [Case("fastclip-v2", micro, "fsdp", "float64", opt) for micro, opt 
 WEIGHTED = [
     Case(loss, micro, "ddp", "float64", "weights") for loss, micro in (("fastclip-v2", True), ("siglip", False))
 ]
+ADAPTERS = [Case("fastclip-v3", micro, wrap, "float64", "lora") for micro, wrap in
+            itertools.product((False, True), ("ddp", "fsdp"))]  # fmt: skip
 
 
 def pairwise(size):
@@ -78,7 +80,7 @@ def check(cases, size, folder):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_equal_one_process(size, tmp_path):
-    check(pairwise(size) + (CHECKPOINTED + OPTIMIZERS + WEIGHTED if size == 2 else []), size, tmp_path)
+    check(pairwise(size) + (CHECKPOINTED + OPTIMIZERS + WEIGHTED + ADAPTERS if size == 2 else []), size, tmp_path)
 
 
 def test_patch_dropout_in_micro_batches(tmp_path):

@@ -28,7 +28,7 @@ class Case(NamedTuple):
     micro: bool
     wrap: str  # ddp or fsdp
     dtype: str
-    extra: str = ""  # "checkpointing", "dropout", "weights" (and groups), or another optimizer than SGD
+    extra: str = ""  # "checkpointing", "dropout", "weights" (and groups), "lora", or another optimizer than SGD
 
     @property
     def name(self):
@@ -66,6 +66,9 @@ def run(case, ranks, folder):
     model = small_vit(folder, **({"patch_dropout": 0.5} if case.extra == "dropout" else {})).to(dtype).train()
     if case.extra == "checkpointing":
         model.checkpoint_activations()
+    if case.extra == "lora":  # a rank that no number of processes divides
+        model.add_adapters("image", 5)
+        model.add_adapters("text", 3)
     loss = leanclip.create_loss(case.loss, num_samples=SAMPLES, tau=0.1).to(dtype)
     device = torch.device("cpu")
     if case.wrap == "fsdp" and ranks.group is not None:

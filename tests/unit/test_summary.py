@@ -102,6 +102,12 @@ def test_projections_alone_and_towers_from_elsewhere_have_the_rules_values():
     unlocked = filled(pretrained="x", lock_image=True, lock_image_unlocked_groups=1, lock_text=True)
     assert unlocked.optim.lr == pytest.approx(1e-5 / 2**0.5)
     assert filled(pretrained_image="x", image_tower="timm:resnet50").run.loss == "infonce"
+    adapters = filled(pretrained="x", lora_image=8, lora_text=8, global_batch_size=1024).optim
+    assert (adapters.lr, adapters.lr_image, adapters.lr_text) == (1e-4, None, None)
+    assert filled(pretrained="x", lora_image=8, lock_text=True).optim.lr == pytest.approx(1e-4 / 2**0.5)
+    one = filled(pretrained="x", lora_text=8, global_batch_size=256).optim
+    assert (one.lr, one.lr_image, one.lr_text) == (1e-5, None, 1e-4)
+    assert filled(pretrained="x", lora_text=8, lr=1e-3).optim.lr_text is None
     assert filled().run.loss == "fastclip-v3"
 
 

@@ -5,6 +5,7 @@ step_00001000/
   state.json                   position, settings and other values of the run
   open_clip_model.safetensors  the weights alone, in one file that other tools load
   open_clip_config.json        their architecture
+  lora.safetensors             with --lora-image or --lora-text: all but the frozen weights, adapters not merged
   trained.safetensors          with --ema, whose averages are the weights above: the weights that train
   hashes.json                  of the files above
   README.md, config.toml       the model card and the configuration
@@ -39,6 +40,8 @@ from leanclip.errors import UserError
 from leanclip.filesystem import put_back, remove, replace_directory, sync
 from leanclip.models import WEIGHTS_FILE, step_directories, with_temperature
 from leanclip.models.saved import LAST, START
+from leanclip.models.towers.adapter_file import ADAPTER_FILE, adapter_file
+from leanclip.models.towers.lora import merged
 from leanclip.progress import ACTIVITY
 
 FORMAT = 1
@@ -231,9 +234,11 @@ class Checkpoints:
         tensors = local | stored.read([name for name in names if name not in local])  # split over ranks
         weights, averages = _without(tower, tensors), _without(EMA, tensors)
         weights = with_temperature(weights, tensors[f"{EXPORT}temperature"], tensors.get(f"{EXPORT}bias"))
-        write_safetensors(directory / WEIGHTS_FILE, weights | averages)
+        write_safetensors(directory / WEIGHTS_FILE, merged(weights | averages))
         if averages and request.name != START:  # where they are the same
-            write_safetensors(directory / TRAINED_FILE, weights)
+            write_safetensors(directory / TRAINED_FILE, merged(weights))
+        if self.state.model.ranks and request.name != START:  # where nothing was trained yet
+            write_safetensors(directory / ADAPTER_FILE, *adapter_file(self.state.model.clip, weights | averages))
         texts = {name: text.encode() for name, text in request.texts.items()}
         for name, content in (self.state.model.config_files(self.directory / LAST) | texts).items():
             (directory / name).write_bytes(content)

@@ -8,10 +8,11 @@ from typing import Any, Literal
 from leanclip import __version__
 from leanclip.cli.parse import parse
 from leanclip.errors import UserError
-from leanclip.filesystem import writing
+from leanclip.filesystem import write_atomically, writing
 from leanclip.inference import SavedModel, find_checkpoint, find_start, interpolated
 from leanclip.models import ModelConfig, TwoTower, create_model, load_model
 from leanclip.models.export import TOLERANCE, export_open_clip, export_transformers
+from leanclip.models.towers.adapter_file import ADAPTER_FILE, merge_adapters
 from leanclip.progress import make_console
 from leanclip.runs import RunDirectory
 from leanclip.runs.metrics import read_results
@@ -22,12 +23,15 @@ DESCRIPTION = """Export a trained model to another library. The export is loaded
   open_clip:     one weights file, OUT.safetensors or OUT.pt.
   transformers:  a directory for CLIPModel.from_pretrained, with tokenizer, image processor and model card;
                  for CLIP's vision transformers only.
+  lora:          what a run with adapters trained, without the weights that it froze: a small OUT.safetensors.
 
 No network or account is needed.
 
   leanclip export logs/mine mine.safetensors
   leanclip export logs/mine between.safetensors --interpolate 0.5      (half way back to where fine-tuning started)
   leanclip export logs/mine/checkpoints/best mine-hf --format transformers
+  leanclip export logs/mine adapters.safetensors --format lora
+  leanclip export start.pt mine.safetensors --model ViT-B-32 --lora adapters.safetensors
   leanclip export epoch_32.pt mine-hf --format transformers --model ViT-B-32
 """
 
@@ -38,10 +42,12 @@ class ExportCommand:
     """A run (its last checkpoint), a checkpoint directory, or a weights file together with --model."""
     out: str
     """The file or directory to write."""
-    format: Literal["open_clip", "transformers"] = "open_clip"
-    """open_clip: one file. transformers: a CLIPModel directory."""
+    format: Literal["open_clip", "transformers", "lora"] = "open_clip"
+    """open_clip: one file. transformers: a CLIPModel directory. lora: a file of adapters."""
     model: str | None = None
     """The architecture of a weights file: an open_clip model name, or a config file."""
+    lora: str | None = None
+    """Merge these adapters, which --format lora wrote, into CHECKPOINT: the weights that their run started from."""
     interpolate: float | None = None
     """Export (1 - W) times the weights that the run started from plus W times its own, W in [0, 1]."""
     start: str | None = None
@@ -54,6 +60,8 @@ class ExportCommand:
             raise ValueError(f"interpolate is {self.interpolate}; it must be in [0, 1]")
         if self.start is not None and self.interpolate is None:
             raise ValueError("--start needs --interpolate")
+        if self.format == "lora" and (self.lora is not None or self.interpolate is not None):
+            raise ValueError("--format lora writes adapters as they are, without --lora and --interpolate")
 
 
 def run(arguments: list[str]) -> None:
@@ -61,10 +69,15 @@ def run(arguments: list[str]) -> None:
     source, out = Path(command.checkpoint), Path(command.out)
     weights = _find_weights(source, command.model)
     _check_target(out, command)
+    if command.format == "lora":
+        _copy_adapters(weights, out)
+        return
     if command.model is None:
         model = load_model(weights)
     else:
         model = create_model(ModelConfig(model=command.model, pretrained=str(weights)))
+    if command.lora is not None:
+        merge_adapters(model.clip, Path(command.lora))
     note = None
     if command.interpolate is not None:
         end = SavedModel(str(source), lambda: model, None if command.model else weights, "", "")
@@ -81,6 +94,20 @@ def run(arguments: list[str]) -> None:
         console.print(f"wrote {path}")
     console.print(f"loaded again: embeddings equal to {TOLERANCE:g} (largest difference {exported.difference:.1g})\n")
     console.print(exported.load)
+
+
+def _copy_adapters(checkpoint: Path, out: Path) -> None:
+    adapters = checkpoint / ADAPTER_FILE
+    if out.suffix != ".safetensors":
+        raise UserError(f"{out}: the name must end in .safetensors", code="export.bad_suffix")
+    if not adapters.is_file():
+        raise UserError(
+            f"{checkpoint} has no adapters: its run had neither --lora-image nor --lora-text", code="lora.not_found"
+        )
+    with writing(out, code="export.cannot_write"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, adapters.read_bytes())
+    make_console().print(f"wrote {out}")
 
 
 def _find_weights(source: Path, model: str | None) -> Path:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from leanclip.models.kernel_barriers import add_kernel_barriers
 from leanclip.models.open_clip_api import CustomResidualAttentionBlock, ResidualAttentionBlock
+from leanclip.models.towers.lora import in_projection
 from leanclip.ops.attention import Packing, packed_attention, row_attention
 
 RECOMPILES = 64  # of one function: towers x last block or not x with gradient or not x sizes
@@ -70,7 +70,7 @@ def select(x: Tensor, read: int | Tensor) -> Tensor:
 
 def attention(layer: Any, x: Tensor, packing: Packing | None) -> Tensor:
     """Self-attention up to the output projection, with the weights of nn.MultiheadAttention or of open_clip's own."""
-    qkv = F.linear(x, layer.in_proj_weight, layer.in_proj_bias).unflatten(-1, (3, layer.num_heads, -1))
+    qkv = in_projection(layer, x).unflatten(-1, (3, layer.num_heads, -1))
     norm: Any = getattr(layer, "ln_q", None)
     if norm is not None and not isinstance(norm, nn.Identity):
         q, k, v = qkv.unbind(-3)

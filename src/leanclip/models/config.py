@@ -7,6 +7,8 @@ from typing import Any, Literal
 from leanclip.models.saved import CONFIG_FILE
 from leanclip.settings import setting
 
+_RANK = "a rank, or 0 for none, and without --lock-{}: adapters freeze the tower themselves"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -36,6 +38,12 @@ class ModelConfig:
     """Freeze the text tower; its projection is trained."""
     lock_text_unlocked_layers: int = setting(0, resume="fixed")
     """With --lock-text: the number of its last layers that are still trained, counted likewise."""
+    lora_image: int = setting(0, resume="fixed")
+    """Train adapters of this rank (LoRA) in place of the image tower, and its projection; 0 trains the tower."""
+    lora_text: int = setting(0, resume="fixed")
+    """The rank of adapters of the text tower, likewise."""
+    lora_weights: str | None = setting(None, resume="free")
+    """Start the adapters, and what else was trained with them, from this file of leanclip export --format lora."""
     force_image_size: int | None = None
     """Train at this image size in pixels. Default: the model's."""
     force_context_length: int | None = None
@@ -95,16 +103,29 @@ class ModelConfig:
         return self.lock_image and self.lock_text and not unlocked
 
     @property
-    def random_locked(self) -> bool:
-        """Whether a tower is locked that starts without weights."""
+    def adapters_only(self) -> bool:
+        """Whether no trunk is trained, but adapters of one."""
+        image, text = bool(self.lora_image), bool(self.lora_text)
+        unlocked = self.lock_image_unlocked_groups or self.lock_text_unlocked_layers
+        return (image or text) and (image or self.lock_image) and (text or self.lock_text) and not unlocked
+
+    @property
+    def random_frozen(self) -> str | None:
+        """The flag that freezes a tower that starts without weights."""
         image, text = self.pretrained or self.pretrained_image, self.pretrained or self.pretrained_text
-        return (self.lock_image and image is None) or (self.lock_text and text is None)
+        flags = {
+            "--lock-image": self.lock_image and image is None,
+            "--lock-text": self.lock_text and text is None,
+            "--lora-image": self.lora_image and image is None,
+            "--lora-text": self.lora_text and text is None,
+        }
+        return next((flag for flag, random in flags.items() if random), None)
 
     def resumed_from(self, checkpoint: Path) -> "ModelConfig":
         """The settings that load a checkpoint of a run with these. It carries what towers from elsewhere need."""
         model = str(checkpoint / CONFIG_FILE) if self.composed else self.model
-        towers = dict.fromkeys(("image_tower", "text_tower", "pretrained_image", "pretrained_text"))
-        return replace(self, model=model, pretrained=str(checkpoint), **towers)
+        sources = dict.fromkeys(("image_tower", "text_tower", "pretrained_image", "pretrained_text", "lora_weights"))
+        return replace(self, model=model, pretrained=str(checkpoint), **sources)
 
     def __post_init__(self) -> None:
         if self.pretrained is not None and any((*self._towers, self.pretrained_image, self.pretrained_text)):
@@ -123,6 +144,12 @@ class ModelConfig:
             "lock_text_unlocked_layers": (
                 _bad_count(self.lock_text_unlocked_layers, self.lock_text),
                 "0 or more, and only with --lock-text",
+            ),
+            "lora_image": (self.lora_image < 0 or (self.lora_image and self.lock_image), _RANK.format("image")),
+            "lora_text": (self.lora_text < 0 or (self.lora_text and self.lock_text), _RANK.format("text")),
+            "lora_weights": (
+                self.lora_weights is not None and not (self.lora_image or self.lora_text),
+                "given with the ranks of its adapters, --lora-image and --lora-text",
             ),
             "force_patch_dropout": (not 0 <= (self.force_patch_dropout or 0) < 1, "a share in [0, 1)"),
             "force_context_length": (

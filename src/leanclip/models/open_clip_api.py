@@ -13,7 +13,7 @@ from open_clip import hf_configs, timm_model
 from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.tokenizer import SimpleTokenizer, get_clean_fn
 from open_clip.transform import PreprocessCfg, image_transform_v2
-from open_clip.transformer import CustomResidualAttentionBlock, ResidualAttentionBlock, VisionTransformer
+from open_clip.transformer import Attention, CustomResidualAttentionBlock, ResidualAttentionBlock, VisionTransformer
 from open_clip.zero_shot_metadata import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
 from safetensors import SafetensorError, safe_open
 
@@ -26,6 +26,7 @@ from leanclip.models.untrusted import check_architecture
 
 __all__ = [
     "IMAGENET_CLASSNAMES",
+    "Attention",
     "CustomResidualAttentionBlock",
     "PreprocessCfg",
     "ResidualAttentionBlock",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from leanclip.errors import UserError
 from leanclip.models.blocks import Block, adopt_blocks
@@ -20,6 +21,7 @@ from leanclip.models.open_clip_api import PreprocessCfg, VisionTransformer, imag
 from leanclip.models.saved import CONFIG_FILE
 from leanclip.models.text_length import EndOfText, Texts, padding_reason, pooling, text_tower
 from leanclip.models.towers.layers import Side, TowerSummary, lock, roots, summarise, train_unfrozen
+from leanclip.models.towers.lora import add_adapters
 from leanclip.models.towers.projection import Projection
 from leanclip.models.transformer_towers import embed_images, embed_texts, normalised
 
@@ -40,6 +42,7 @@ class TwoTower(nn.Module):
         self.clip: Any = clip  # open_clip's classes share an interface but no base class
         self.name, self.config, self.tokenizer = name, config, tokenizer
         self.locked: list[Side] = []
+        self.ranks: dict[Side, int] = {}  # of adapters
         self.weights: dict[Side, str | None] = {"image": None, "text": None}  # where they come from; None: random
         self.preprocess = PreprocessCfg(**clip.visual.preprocess_cfg)
         for name in ("mean", "std"):
@@ -67,6 +70,9 @@ class TwoTower(nn.Module):
         super().train(mode)
         for side in self.locked:
             train_unfrozen(roots(self.clip, side), mode)
+        for module in (module for side in self.ranks for root in roots(self.clip, side) for module in root.modules()):
+            if isinstance(module, _BatchNorm):  # its weights are frozen
+                module.eval()
         return self
 
     def forward(
@@ -175,9 +181,16 @@ class TwoTower(nn.Module):
                 code="model.nothing_to_train",
             )
 
+    def add_adapters(self, side: Side, rank: int) -> None:
+        """Train low-rank adapters in place of the trunk of a tower (`merged` makes plain weights of them)."""
+        add_adapters(self.clip, side, rank)
+        self.ranks[side] = rank
+
     def summary(self) -> tuple[TowerSummary, ...]:
         """What is trained of each tower, and where its weights come from."""
-        return tuple(summarise(self.clip, side, weights) for side, weights in self.weights.items())
+        return tuple(
+            summarise(self.clip, side, weights, self.ranks.get(side, 0)) for side, weights in self.weights.items()
+        )
 
     def checkpoint_activations(self, blocks: int | None = None) -> None:
         """Recompute each tower's first blocks (default: all) in the backward pass; only their inputs are kept.

@@ -12,7 +12,7 @@ from leanclip.distributed import start_time
 from leanclip.errors import UserError
 from leanclip.losses import LossConfig
 from leanclip.losses.registry import spec_of
-from leanclip.models import CONFIG_FILE, HUB, find_weights, is_resnet, named_architecture
+from leanclip.models import CONFIG_FILE, HUB, ModelConfig, find_weights, is_resnet, named_architecture
 from leanclip.optim import OptimConfig
 from leanclip.runs.config import AUTO_LOSS, RunConfig, TrainConfig
 from leanclip.runs.run_directory import RunDirectory
@@ -44,6 +44,8 @@ PUBLISHED = (
 FINE_TUNING = {"lr": 1e-5, "lr_tau": 1e-5, "batch": 256}
 # Where only projections are trained, which may be new: the best rate of InfoNCE in a search on two frozen towers.
 HEADS = FINE_TUNING | {"lr": 5e-4, "batch": 128}
+# Adapters, whose steps in the weights are smaller than those of the matrices themselves: ten times the rate.
+ADAPTERS = FINE_TUNING | {"lr": 1e-4}
 MAX_WARMUP, MAX_FINE_TUNING_WARMUP = 10_000, 1_000
 
 
@@ -99,11 +101,12 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1, fine_tuning: 
     )
     rule = interpolated(samples)
     if fine_tuning:
-        rule = rule._replace(**(HEADS if config.model.heads_only else FINE_TUNING))
+        rule = rule._replace(**_rates_from_weights(config.model))
     max_warmup = MAX_FINE_TUNING_WARMUP if fine_tuning else MAX_WARMUP
     resnet = is_resnet(model_name)
     optim = replace(
         config.optim,
+        **(_adapter_rates(config, batch) if fine_tuning else {}),
         lr=config.optim.lr or rule.lr * min(1.0, math.sqrt(batch / rule.batch)),  # smaller batches, smaller steps
         wd=0.1 if config.optim.wd is None else config.optim.wd,
         beta1=0.9 if config.optim.beta1 is None else config.optim.beta1,
@@ -126,6 +129,21 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1, fine_tuning: 
         optim=optim,
         loss=_fill_loss(config, rule, optim, epochs=-(-steps // (samples // batch))),
     )
+
+
+def _rates_from_weights(model: ModelConfig) -> dict[str, float]:
+    if model.adapters_only:
+        return ADAPTERS
+    return HEADS if model.heads_only else FINE_TUNING
+
+
+def _adapter_rates(config: TrainConfig, batch: int) -> dict[str, float]:
+    """The rates of towers with adapters beside a tower that is trained itself, whose rate is lower."""
+    if config.optim.lr is not None or config.model.adapters_only:
+        return {}
+    ranks = {"lr_image": config.model.lora_image, "lr_text": config.model.lora_text}
+    rate = ADAPTERS["lr"] * min(1.0, math.sqrt(batch / ADAPTERS["batch"]))
+    return {name: rate for name, rank in ranks.items() if rank and getattr(config.optim, name) is None}
 
 
 def default_name(config: TrainConfig) -> str:
@@ -194,6 +212,6 @@ def _fill_loss(config: TrainConfig, rule: Published, optim: OptimConfig, *, epoc
     names += ("gamma_min", "gamma_decay_epochs") if cosine else ()
     chosen = LossConfig(**{name: getattr(ruled, name) for name in names})
     filled = config.loss.over(chosen.over(spec.defaults))
-    if config.model.pretrained is None:
+    if config.model.pretrained is None and config.model.lora_weights is None:
         return filled
     return replace(filled, tau=config.loss.tau, bias=config.loss.bias)  # default: the checkpoint's

@@ -1,11 +1,15 @@
 """The model of a run (frozen, recomputed, padded), and whether to compile it or to use a CUDA graph."""
 
+from pathlib import Path
+
 import torch
 
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.models import ModelConfig, TwoTower, check_vocabulary, create_model
 from leanclip.models.text_length import text_tower
+from leanclip.models.towers.adapter_file import start_from_adapters
+from leanclip.models.towers.layers import Side
 from leanclip.runs.config import TrainConfig
 
 COMPILE_SECONDS = 40.0  # to compile the towers, about
@@ -29,6 +33,12 @@ def model_for_run(config: TrainConfig, start: ModelConfig | None = None, *, shap
         model.lock_image(config.model.lock_image_unlocked_groups)
     if config.model.lock_text:
         model.lock_text(config.model.lock_text_unlocked_layers)
+    ranks: dict[Side, int] = {"image": config.model.lora_image, "text": config.model.lora_text}
+    for side, rank in ranks.items():
+        if rank:
+            model.add_adapters(side, rank)
+    if (adapters := (start or config.model).lora_weights) is not None and not shapes_only:
+        start_from_adapters(model.clip, Path(adapters))
     if blocks := config.parallel.grad_checkpointing:
         model.checkpoint_activations(None if blocks is True else blocks)
     if config.parallel.pad_text:

@@ -21,6 +21,8 @@ from leanclip.runs.config import AUTO_LOSS, TrainConfig
 from leanclip.runs.defaults import fill, loss_name, total_steps
 from leanclip.runs.trackers import check_trackers
 
+FILLED_RATES = ("lr", "lr_image", "lr_text", "warmup")  # where a run starts from weights
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRun:
@@ -54,11 +56,11 @@ def resolve(config: TrainConfig) -> ResolvedRun:
     ranks, loss_flags = Ranks.current(), config.loss
     resume_from, warnings = _find_checkpoint(config, ranks)
     notes = [f"warning: {warning}" for warning in warnings]
-    if config.model.random_locked and resume_from is None:
+    if (flag := config.model.random_frozen) is not None and resume_from is None:
         raise UserError(
-            "--lock-image and --lock-text freeze trained towers, and without weights these are random;"
-            " give --pretrained, --pretrained-image or --pretrained-text",
-            code="model.locked_without_weights",
+            f"{flag} freezes the weights of the tower, and without --pretrained or --pretrained-{flag[7:]} these are"
+            " random; give one of them",
+            code="lora.without_weights" if flag.startswith("--lora") else "model.locked_without_weights",
         )
     fine_tuning, saved, given = config.model.from_weights, None, config
     if resume_from is not None and resume_from.is_file():
@@ -95,7 +97,7 @@ def _as_begun(config: TrainConfig, saved: SavedRun) -> TrainConfig:
     if run.loss == AUTO_LOSS:
         run = replace(run, loss=str(before.get("loss", AUTO_LOSS)))
     if config.model.from_weights:
-        open_rates = {name: before.get(name) for name in ("lr", "warmup") if getattr(optim, name) is None}
+        open_rates = {name: before.get(name) for name in FILLED_RATES if getattr(optim, name) is None}
         optim = replace(optim, **{name: rate for name, rate in open_rates.items() if isinstance(rate, int | float)})
     return replace(config, run=run, optim=optim)
 
@@ -104,9 +106,10 @@ def _filled_for_weights(given: TrainConfig, filled: TrainConfig) -> list[str]:
     """A note on the settings that were left open and got other values than a run from scratch."""
     values = {
         "--loss": filled.run.loss if given.run.loss == AUTO_LOSS else None,
-        "--lr": f"{filled.optim.lr:.3g}" if given.optim.lr is None else None,
-        "--warmup": filled.optim.warmup if given.optim.warmup is None else None,
     }
+    for name in FILLED_RATES:
+        if getattr(given.optim, name) is None and (value := getattr(filled.optim, name)) is not None:
+            values["--" + name.replace("_", "-")] = f"{value:.3g}" if isinstance(value, float) else value
     flags = " ".join(f"{flag} {value}" for flag, value in values.items() if value is not None)
     return [f"settings left open are filled for fine-tuning, as weights are given: {flags}"] if flags else []
 

@@ -11,6 +11,7 @@ from leanclip.checkpointing.checkpoint import Position
 from leanclip.distributed import TRAFFIC_COUNTER, compare_traffic
 from leanclip.filesystem import write_atomically, writing
 from leanclip.losses.pair_weights import Refit
+from leanclip.models.towers.lora import is_adapter
 from leanclip.progress import make_console
 from leanclip.runs.health import HealthCheck
 from leanclip.runs.histograms import state_histograms
@@ -166,7 +167,7 @@ def describe(job: Job, version: str) -> dict[str, object]:
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "model": config.model.title,
         "loss": config.run.loss,
-        "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
+        "parameters": sum(p.numel() for name, p in job.model.named_parameters() if not is_adapter(name)),
         "train_samples": len(job.data.train),
         "left_out": dict(job.data.train.source.broken),
         "global_batch": config.data.global_batch_size,

@@ -24,7 +24,7 @@ class TowerLayers:
 
 
 def tower_layers(clip: Any, side: Side) -> TowerLayers:
-    names = [name for name, _ in clip.named_parameters() if _side(name) == side]
+    names = [name for name, _ in clip.named_parameters() if side_of(name) == side]
     classifier = _classifier(clip.visual) if side == "image" else None
     projection = [name for name in names if PROJECTION.match(name) or (classifier and name.startswith(classifier))]
     trunk = [name for name in names if name not in projection]
@@ -35,7 +35,7 @@ def tower_layers(clip: Any, side: Side) -> TowerLayers:
     return TowerLayers(_by_block(trunk), projection)
 
 
-def _side(name: str) -> str | None:
+def side_of(name: str) -> str | None:
     """A CoCa model's decoder and the temperature belong to neither."""
     if name.startswith(("text_decoder.", "logit_")):
         return None
@@ -120,11 +120,14 @@ class TowerSummary:
     layers: int  # of the trunk
     frozen_layers: int
     projection: bool  # whether the tower ends in one, which is trained
+    rank: int = 0  # of its adapters
 
     def __str__(self) -> str:
         start = f"weights from {self.weights}" if self.weights else "random weights"
         trained = f"{_millions(self.trained)} of {_millions(self.parameters)} parameters trained"
         line = f"{self.side} tower: {start}, {trained}"
+        if self.rank:
+            return f"{line}: adapters of rank {self.rank}{' and its projection' if self.projection else ''}"
         if not self.frozen_layers:
             return line
         every = self.frozen_layers == self.layers
@@ -134,7 +137,7 @@ class TowerSummary:
         return f"{line}, {frozen}{', its projection trained' if self.projection else ''}"
 
 
-def summarise(clip: Any, side: Side, weights: str | None) -> TowerSummary:
+def summarise(clip: Any, side: Side, weights: str | None, rank: int = 0) -> TowerSummary:
     layers = tower_layers(clip, side)
     names = [*layers.projection, *(name for layer in layers.trunk for name in layer)]
     sizes = {name: clip.get_parameter(name).numel() for name in names}
@@ -147,6 +150,7 @@ def summarise(clip: Any, side: Side, weights: str | None) -> TowerSummary:
         layers=len(layers.trunk),
         frozen_layers=sum(not trained & set(layer) for layer in layers.trunk),
         projection=bool(layers.projection),
+        rank=rank,
     )
 
 

@@ -1,0 +1,191 @@
+"""Low-rank adapters (LoRA): a layer with a frozen matrix W computes W x + B (A x), and A and B are trained.
+
+A has `rank` rows and B as many columns; B starts at zero, so that training starts at the model as it is. The layers
+keep their parameters and names, and get a second forward pass. Nothing of the size of W is made in training.
+"""
+
+import math
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from leanclip.errors import UserError
+from leanclip.models.open_clip_api import Attention
+from leanclip.models.towers.layers import BLOCK, Side, lock, side_of
+
+A, B = "lora_a", "lora_b"
+MATRICES = ("weight", "in_proj_weight")  # of linear layers; of query, key and value in one
+
+
+class LowRankLinear(torch.autograd.Function):
+    """F.linear(x, W + B A, bias), with gradients for x, A and B.
+
+    Under autocast, F.linear would keep a copy of each frozen W in half precision until the backward pass; here that
+    pass converts W again. Small products are added to large ones in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        ctx.input_dtype, x = x.dtype, x.to(dtype)
+        y = F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+        low = F.linear(x, a.to(dtype))
+        y.flatten(0, -2).addmm_(low.flatten(0, -2), b.to(dtype).t())
+        ctx.save_for_backward(x, weight, a, b, low)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, a, b, low = ctx.saved_tensors
+        flat, dtype, of_x = gradient.flatten(0, -2), gradient.dtype, None
+        of_low = flat @ b.to(dtype)
+        if ctx.needs_input_grad[0]:
+            of_x = (flat @ weight.to(dtype)).addmm_(of_low, a.to(dtype)).view(x.shape).to(ctx.input_dtype)
+        return (
+            of_x,
+            None,
+            None,
+            (of_low.t() @ x.flatten(0, -2)).to(a.dtype),
+            (flat.t() @ low.flatten(0, -2)).to(b.dtype),
+        )
+
+
+class Adapted(nn.Module):
+    """A mix-in before the class of a layer that has a matrix."""
+
+    matrix, offset = "weight", "bias"
+
+    def project(self, x: Tensor) -> Tensor:
+        layer: Any = self
+        y: Any = LowRankLinear.apply(
+            x, getattr(layer, self.matrix), getattr(layer, self.offset), layer.lora_a, layer.lora_b
+        )
+        return y
+
+
+class Linear(Adapted):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x)
+
+
+class Fused(Adapted):
+    """Attention with one matrix for query, key and value: they share A, and each has its rows of B.
+
+    Our pass through open_clip's blocks calls `in_projection`; open_clip's own pass calls `forward`.
+    """
+
+    matrix, offset = "in_proj_weight", "in_proj_bias"
+
+    def attend(self, x: Tensor, attn_mask: Tensor | None) -> Tensor:
+        """The heads, (B, heads, L, D / heads), of tokens (B, L, D)."""
+        layer: Any = self
+        q, k, v = self.project(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        if hasattr(layer, "ln_q"):
+            q, k = layer.ln_q(q), layer.ln_k(k)
+        if attn_mask is not None:  # (L, L), or (B heads, L, L)
+            attn_mask = (attn_mask.unflatten(0, (len(x), -1)) if attn_mask.ndim == 3 else attn_mask).to(q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+
+
+class TorchAttention(Fused):
+    """nn.MultiheadAttention, as open_clip calls it."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, need_weights: bool, attn_mask: Tensor | None
+    ) -> tuple[Tensor, None]:
+        assert query is key and query is value and not need_weights
+        layer: Any = self
+        heads = self.attend(query if layer.batch_first else query.transpose(0, 1), attn_mask)
+        y = layer.out_proj(heads.transpose(1, 2).flatten(-2))
+        return (y if layer.batch_first else y.transpose(0, 1)), None
+
+
+class OpenClipAttention(Fused):
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        layer: Any = self
+        heads = self.attend(x, attn_mask)
+        if layer.head_scale is not None:
+            heads = heads * layer.head_scale
+        return layer.out_drop(layer.out_proj(layer.ln_inner(heads.transpose(1, 2).flatten(-2))))
+
+
+ADAPTED: dict[type[nn.Module], Any] = {
+    theirs: type(f"Adapted{theirs.__name__}", (mixin, theirs), {})
+    for theirs, mixin in (
+        (nn.Linear, Linear),
+        (NonDynamicallyQuantizableLinear, Linear),
+        (nn.MultiheadAttention, TorchAttention),
+        (Attention, OpenClipAttention),
+    )
+}
+
+
+def in_projection(layer: Any, x: Tensor) -> Tensor:
+    """Query, key and value, (..., 3 D), of attention with one matrix for the three."""
+    if isinstance(layer, Adapted):
+        return layer.project(x)
+    return F.linear(x, layer.in_proj_weight, layer.in_proj_bias)
+
+
+def add_adapters(clip: Any, side: Side, rank: int) -> None:
+    """Freeze the trunk of a tower, and give adapters to the projections of attention and MLP in its blocks."""
+    layers = list(_layers(clip, side))
+    if not layers:
+        raise UserError(
+            f"--lora-{side} {rank}: the {side} tower has no linear layer in its blocks, as transformers have, so it"
+            " cannot carry adapters; leave the flag out",
+            code="lora.no_layers",
+        )
+    largest = min(min(matrix.shape) for _, matrix in layers)
+    if rank > largest:
+        raise UserError(
+            f"--lora-{side} {rank}: the matrices of the {side} tower have rank {largest}; give at most that, and less"
+            " to save memory",
+            code="lora.rank_too_large",
+        )
+    lock(clip, side, 0)
+    for module in clip.modules():
+        if hasattr(module, "qkv_bias_separate"):  # of timm: else it reads the layer's matrix and does not call it
+            module.qkv_bias_separate = True
+    for layer, matrix in layers:
+        layer.__class__ = ADAPTED[type(layer)]
+        rows, columns = matrix.shape
+        low = nn.Parameter(matrix.new_empty(rank, columns))
+        nn.init.kaiming_uniform_(low, a=math.sqrt(5))  # as torch starts a linear layer
+        layer.register_parameter(A, low)
+        layer.register_parameter(B, nn.Parameter(matrix.new_zeros(rows, rank)))
+
+
+def _layers(clip: Any, side: Side) -> Iterator[tuple[nn.Module, Tensor]]:
+    """The layers that can carry adapters, with their matrices."""
+    for name, module in clip.named_modules():
+        if type(module) in ADAPTED and side_of(name) == side and BLOCK.search(f"{name}."):
+            matrix = next((m for kind in MATRICES if (m := getattr(module, kind, None)) is not None), None)
+            if matrix is not None:  # attention whose inputs differ in size has three
+                yield module, matrix.detach()
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter or an entry of a state dict belongs to an adapter."""
+    return name.endswith((f".{A}", f".{B}"))
+
+
+def adapted_matrix(name: str, weights: Container[str]) -> str | None:
+    """The name of the matrix that the adapter `name` belongs to."""
+    layer = name.rpartition(".")[0]
+    return next((f"{layer}.{kind}" for kind in MATRICES if f"{layer}.{kind}" in weights), None)
+
+
+def merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Plain weights that compute what weights with adapters do."""
+    plain = {name: value for name, value in weights.items() if not is_adapter(name)}
+    for name in (name for name in weights if name.endswith(f".{A}")):
+        matrix = adapted_matrix(name, plain)
+        assert matrix is not None
+        plain[matrix] = torch.addmm(plain[matrix], weights[name.removesuffix(A) + B], weights[name])
+    return plain
