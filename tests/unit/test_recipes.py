@@ -3,10 +3,12 @@
 from dataclasses import asdict
 
 import pytest
+from safetensors.torch import load_file
 from shard_files import exit_code
 
 from leanclip.cli import main
 from leanclip.config import override
+from leanclip.data.datasets import BUNDLED
 from leanclip.losses import loss_from_config
 from leanclip.recipes import DIRECTORY, list_recipes, load_recipe
 from leanclip.runs import TrainConfig
@@ -55,7 +57,7 @@ def header(name: str) -> list[str]:
 
 def test_every_published_setting_has_its_recipe():
     assert set(PUBLISHED_NAMES) == set(RESULTS)
-    assert {"small", "finetune"} <= set(NAMES)
+    assert {"small", "finetune", "lit", "heads"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "demo"])
@@ -130,6 +132,32 @@ def test_a_hyper_parameter_of_another_loss_is_refused():
         loss_from_config(config.run.loss, config.loss, num_samples=10)
 
 
-def test_fine_tuning_needs_weights(capsys):
-    assert exit_code("train", "--recipe", "finetune", "--model", "leanclip-tiny", "--dry-run") == 2
-    assert "[recipe.needs_weights]" in capsys.readouterr().err
+FINE_TUNING = {  # by recipe: the code without weights, and which trunks are trained
+    "finetune": ("recipe.needs_weights", {"image", "text"}),
+    "lit": ("model.locked_without_weights", {"text"}),
+    "heads": ("model.locked_without_weights", set()),
+}
+
+
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_fine_tuning_needs_weights(name, capsys):
+    assert exit_code("train", "--recipe", name, "--model", "leanclip-tiny", "--dry-run") == 2
+    assert f"[{FINE_TUNING[name][0]}]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_fine_tuning_of_a_small_model(name, small_run, tmp_path, monkeypatch):
+    """Two steps of the recipe change what it says, and nothing else."""
+    monkeypatch.setenv("LEANCLIP_CACHE", str(tmp_path / "cache"))
+    flags = ["--pretrained", small_run, "--train-data", BUNDLED / "val-000000.tar", "--global-batch-size", 20]
+    flags += ["--max-steps", 2, "--workers", 0, "--device", "cpu", "--logs", tmp_path, "--name", "run"]
+    assert exit_code("train", "--recipe", name, *map(str, flags)) == 0
+    before, after = (load_file(tmp_path / f"run/checkpoints/{place}/open_clip_model.safetensors")
+                     for place in ("start", "last"))  # fmt: skip
+    changed = {key for key, value in after.items() if not value.equal(before[key])}
+    assert {"visual.proj", "text_projection"} <= changed
+    trunks = {"image": "visual.transformer", "text": "transformer"}
+    assert {side for side, trunk in trunks.items() if any(key.startswith(trunk) for key in changed)} == (
+        FINE_TUNING[name][1]
+    )
+    assert (tmp_path / "cache/features").exists() == ("cache_locked" in load_recipe(name))

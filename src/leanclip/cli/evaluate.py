@@ -100,7 +100,8 @@ def run(arguments: list[str]) -> None:
         if not Ranks.current().first:
             return
         label = None if other is None else other.label
-        show(console, candidate.label if label is None else f"{candidate.label}, compared with {label}", results)
+        named = label if command.baseline or command.start else "the weights that it started from"
+        show(console, candidate.label if label is None else f"{candidate.label}, compared with {named}", results)
         if command.per_class:
             show_classes(console, results)
         for note in dict.fromkeys([note for result in results for note in _notes(result)] + sets.notes):

@@ -23,7 +23,7 @@ def write_plot(results: Sequence[SetResult], path: Path) -> None:
                 lines.setdefault(f"{result.name}: {title}", {})[result.weight] = 100 * result.metrics[metric]
     series = [Series(name=name, x=list(points), y=list(points.values())) for name, points in lines.items()]
     chart = Chart(
-        title="Start (0) to end (1) of the run, in %",
+        title="From the start (0) to the end (1) of the run (%)",
         series=series[:COLOURS],
         unit=" %",
         x_label="weight",
