@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from checkpoint_runs import leanclip, train
+from checkpoint_runs import VALUES, leanclip, train
 from shard_files import picture, sound, write_shard
 
 from browser import inspect_page, needs_browser
@@ -160,6 +160,16 @@ def test_data_that_moved_are_one_line(run, tmp_path, capsys):
         find_suspects(Search(run=tmp_path / "run", shown=0))
     found = find_suspects(Search(run=tmp_path / "run", shown=0, train_data=str(tmp_path / "elsewhere")))
     assert found.rows == 40
+
+
+def test_exchanged_captions_are_those_that_the_run_saw(tmp_path):
+    settings = {"exchange_captions": 0.5, "loss": "infonce", "pair_weights": "auto", "max_steps": 2, "seed": 4}
+    assert train(tmp_path, val_split=0.1, **settings) == 0
+    found = find_suspects(Search(run=tmp_path / "logs/run", shown=0, output=tmp_path / "t.csv"))
+    source = Shards(VALUES["train_data"])
+    rows = rows_of(tmp_path / "t.csv")
+    other = [row["caption"] != " | ".join(source.captions(int(row["id"]))) for row in rows]
+    assert found.rows == len(rows) == 40 and 0.3 < np.mean(other) < 0.7
 
 
 def test_mistakes_are_refused(run, tmp_path, monkeypatch):

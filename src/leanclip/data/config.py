@@ -40,6 +40,9 @@ class DataConfig:
     exchange_captions: float = setting(0.0, resume="fixed_unless_reset")
     """Give this share of the training samples another one's captions, drawn at random with --seed: a trial of how a
     loss or --pair-weights takes wrong captions."""
+    exclude: str | None = setting(None, resume="free")
+    """A file of samples to leave out: keys or id:NUMBER, one per line, or a table of leanclip data suspects (.csv,
+    .parquet). The others keep their ids. A resumed run must leave out the same ones."""
     max_broken: float = setting(0.01, resume="free")
     """The share of samples that may be broken before the run stops. Broken samples are replaced by others."""
     shuffle: Literal["all", "blocks"] = setting("all", resume="fixed_unless_reset")

@@ -10,8 +10,9 @@ import numpy as np
 from leanclip.data import synthetic
 from leanclip.data.config import DataConfig
 from leanclip.data.csv_table import Table
+from leanclip.data.exclusion.listed import listed_samples
 from leanclip.data.files import is_folder
-from leanclip.data.order import Visits, WeightedVisits
+from leanclip.data.order import NO_IDS, Visits, WeightedVisits
 from leanclip.data.shards import Shards
 from leanclip.data.source import BrokenCount, Manifest, Source, manifest_version
 from leanclip.data.split import Split, split
@@ -68,10 +69,12 @@ def open_datasets(config: DataConfig, *, seed: int, manifest: Manifest | None = 
                 code="data.split_changed",
             )
         visits, held_out, messages = _split(source, config.val_split, seed, manifest)
-        val, messages = Subset(source, held_out), (*source.notes, *messages)
-        return Datasets(TrainingSet(source, visits), val, _note(config), messages)
-    val, note = open_validation(config, seed=seed)
-    return Datasets(TrainingSet(source, WeightedVisits(source.parts)), val, note, source.notes)
+        val, note = Subset(source, held_out), _note(config)
+    else:
+        visits, messages = WeightedVisits(source.parts), ()
+        val, note = open_validation(config, seed=seed)
+    visits, left_out = _without_excluded(visits, config, source, manifest)
+    return Datasets(TrainingSet(source, visits), val, note, (*source.notes, *messages, *left_out))
 
 
 def open_validation(
@@ -141,6 +144,25 @@ def train_source(config: DataConfig, manifest: Manifest | None) -> Source:
     """All samples of the training data, without what an epoch visits of them."""
     data = str(BUNDLED / "train-*.tar") if config.train_data is None else config.train_data
     return open_source(data, config, factors=config.upsampling_factors, manifest=manifest)
+
+
+def _without_excluded(
+    visits: Visits, config: DataConfig, source: Source, manifest: Manifest | None
+) -> tuple[Visits, list[str]]:
+    """The visits without the samples of --exclude, and what the log says. A run keeps a checksum of their ids."""
+    listed = None if config.exclude is None else listed_samples(config.exclude, source)
+    ids = NO_IDS if listed is None else listed.ids
+    begun_with = ids[ids < _samples_at_start(manifest, source)]
+    expected = zlib.crc32(begun_with.tobytes()) if len(begun_with) else None
+    if manifest is not None and manifest[0].get("excluded") != expected:
+        raise UserError(
+            "the run leaves out other samples than this command; resume with the same --exclude, or start a new run",
+            code="data.exclude_changed",
+        )
+    if listed is None:
+        return visits, []
+    source.excluded = zlib.crc32(ids.tobytes())
+    return visits.without(ids), [listed.message]
 
 
 def _samples_at_start(manifest: Manifest | None, source: Source) -> int:

@@ -18,6 +18,7 @@ Shuffle = Literal["all", "blocks"]
 FEISTEL_ROUNDS = 6
 BLOCK_SAMPLES = 1024  # neighbours that stay together
 WINDOW_BLOCKS = 32  # blocks whose samples are mixed with one another
+NO_IDS = np.zeros(0, np.int64)
 SPLIT_KEY, FRACTION_KEY = 0x5EED, 0xFAC7  # keep these permutations apart from those of the epochs
 
 
@@ -104,8 +105,14 @@ class SplitVisits:
         kept = training_ids[~np.isin(training_ids, self.held_out_ids)]
         self.training_ids = np.concatenate([kept, np.setdiff1d(order, self.held_out_ids)])
 
+    def without(self, excluded: np.ndarray) -> "SplitVisits":
+        ids = self.training_ids
+        ids = self.permutation(np.arange(self.held_out, self.count)) if ids is None else ids
+        self.training_ids = ids[~np.isin(ids, excluded)]
+        return self
+
     def __len__(self) -> int:
-        return self.count - len(self.held_out_ids)
+        return self.count - len(self.held_out_ids) if self.training_ids is None else len(self.training_ids)
 
     def at(self, slots: np.ndarray, *, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         ids = self.permutation(slots + self.held_out) if self.training_ids is None else self.training_ids[slots]
@@ -115,18 +122,26 @@ class SplitVisits:
 class WeightedVisits:
     """The ids of each part `factor` times; for a fractional factor, a random subset that changes with the epoch."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.copies: list[tuple[int, int, int]] = []  # first id, number of ids to choose from, copy number
+    def __init__(self, parts: Sequence[Part], excluded: np.ndarray = NO_IDS) -> None:
+        """`excluded`: sorted ids that are not visited."""
+        self.parts = parts
+        # First id, number of ids to choose from, copy number; for each excluded id the number of others before it.
+        self.copies: list[tuple[int, int, int, np.ndarray]] = []
         sizes = []
         for part in parts:
-            count = part.stop - part.start
+            inside = excluded[np.searchsorted(excluded, part.start) : np.searchsorted(excluded, part.stop)]
+            before = inside - part.start - np.arange(len(inside))
+            count = part.stop - part.start - len(inside)
             visits = round(part.factor * count)
             for copy in range(-(-visits // count) if count else 0):
-                self.copies.append((part.start, count, copy))
+                self.copies.append((part.start, count, copy, before))
                 sizes.append(min(visits - copy * count, count))
-        self.repeats = any(copy for _, _, copy in self.copies)
+        self.repeats = any(copy for _, _, copy, _ in self.copies)
         self.sizes = np.array(sizes, np.int64)
         self.ends = np.cumsum(self.sizes)
+
+    def without(self, excluded: np.ndarray) -> "WeightedVisits":
+        return WeightedVisits(self.parts, excluded)
 
     def __len__(self) -> int:
         return int(self.sizes.sum())
@@ -135,16 +150,17 @@ class WeightedVisits:
         numbers = np.searchsorted(self.ends, slots, side="right")
         ids, copies = np.empty_like(slots), np.empty_like(slots)
         for number in np.unique(numbers).tolist():
-            selected, (start, count, copy) = numbers == number, self.copies[number]
+            selected, (start, count, copy, before) = numbers == number, self.copies[number]
             offsets = slots[selected] - (self.ends[number] - self.sizes[number])
             if self.sizes[number] < count:
                 offsets = Permutation(count, seed, epoch, FRACTION_KEY, number)(offsets)
-            ids[selected], copies[selected] = start + offsets, copy
+            ids[selected], copies[selected] = start + offsets + np.searchsorted(before, offsets, "right"), copy
         return ids, copies
 
 
 # The visits of one epoch before shuffling: `len` slots. `at` gives the sample ids and copy numbers of slots. Among
-# the slots of copy 0, every id occurs at most once; `repeats` if there are other copies.
+# the slots of copy 0, every id occurs at most once; `repeats` if there are other copies. `without` leaves sorted ids
+# out; the others keep theirs.
 Visits = SplitVisits | WeightedVisits
 
 

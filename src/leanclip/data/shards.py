@@ -29,7 +29,7 @@ from leanclip.errors import UserError, first_line
 from leanclip.filesystem import read_json
 
 REQUIRED_KEYS = ("size", "count", "base", "stamp")
-MANIFEST_KEYS = (*REQUIRED_KEYS, "version", "sample", "held_out")  # those of older runs lack the others
+MANIFEST_KEYS = (*REQUIRED_KEYS, "version", "sample", "held_out", "excluded")  # those of older runs lack the others
 SAMPLE_BLOCKS, SAMPLE_BYTES = 8, 1 << 14  # of each shard that are compared on resume
 MAX_REMOTE_SAMPLED = 64  # shards
 

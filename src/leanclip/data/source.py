@@ -83,6 +83,7 @@ class Source(Protocol):
     notes: tuple[str, ...] = ()  # for the log, and for the summary of `leanclip data pack`
     version: int = MANIFEST_VERSION  # of the manifest
     held_out: int | None = None  # a checksum of the ids that --val-split holds out, for the manifest
+    excluded: int | None = None  # of those that --exclude leaves out
 
     def __len__(self) -> int: ...
 
@@ -130,7 +131,7 @@ class Source(Protocol):
 
     def manifest_head(self) -> dict[str, str | int]:
         """What the first entry of the manifest adds."""
-        values: dict[str, str | int | None] = {"version": self.version, "held_out": self.held_out}
+        values = {"version": self.version, "held_out": self.held_out, "excluded": self.excluded}
         return {name: value for name, value in values.items() if value is not None}
 
 

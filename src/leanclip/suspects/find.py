@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from leanclip.config import load_toml, override
-from leanclip.data import Source, load_manifest
+from leanclip.data import DataConfig, Manifest, Source, load_manifest, open_validation
 from leanclip.data.datasets import train_source
+from leanclip.data.synthetic import exchanged_captions
 from leanclip.device import autocast_of, device_of
 from leanclip.errors import UserError
 from leanclip.evaluation import EvaluationSettings
@@ -20,6 +23,23 @@ from leanclip.suspects.scores import Scores, model_scores, stored_scores
 from leanclip.suspects.table import check_output, suspects, worst_first, write_table
 
 LEAST_ROWS = 1000  # of the table, where few pairs look wrong
+
+
+class Exchanged(Source):
+    """Samples whose captions --exchange-captions gave to others."""
+
+    def __init__(self, source: Source, captions_of: np.ndarray) -> None:
+        self.source, self.captions_of = source, captions_of
+        self.key, self.file, self.name, self.prefetch = source.key, source.file, source.name, source.prefetch
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def image_bytes(self, index: int) -> bytes:
+        return self.source.image_bytes(index)
+
+    def captions(self, index: int) -> list[str]:
+        return self.source.captions(int(self.captions_of[index]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +83,7 @@ def find_suspects(search: Search) -> Found:
             check_target(page)
     config = override(TrainConfig(), load_toml(run.config), str(run.config))
     data = config.data if search.train_data is None else replace(config.data, train_data=search.train_data)
-    source = train_source(data, load_manifest(run.manifest))
+    source = _open_source(data, load_manifest(run.manifest), config.run.seed)
     saved = find_model(str(search.run))
     scores = None if saved.directory is None else stored_scores(saved.directory)
     from_table, model = scores is not None, None
@@ -97,6 +117,17 @@ def find_suspects(search: Search) -> Found:
         entries = page_entries(model, source, list(suspects(source, scores, shown)), settings)
         _write_pages(run, page, entries, found)
     return found
+
+
+def _open_source(data: DataConfig, manifest: Manifest | None, seed: int) -> Source:
+    """The training data as the run saw them."""
+    source = train_source(data, manifest)
+    if not data.exchange_captions:
+        return source
+    ids = np.arange(len(source))
+    held_out = open_validation(data, seed=seed, manifest=manifest)[0] if data.val_split else None
+    ids = ids if held_out is None else np.setdiff1d(ids, held_out.ids)
+    return Exchanged(source, exchanged_captions(ids, len(source), data.exchange_captions, seed=seed))
 
 
 def _check_fits(scores: Scores, source: Source, run: Path) -> None:

@@ -136,11 +136,14 @@ def _check_ranks_agree(config: TrainConfig, data: Datasets, ranks: Ranks) -> Non
     portable = replace(
         config,
         run=replace(config.run, name=None, device=None, logs="", zero_shot=(), imagenet_val=None, imagenet_v2=None),
-        data=replace(config.data, train_data=None, val_data=None),
+        data=replace(config.data, train_data=None, val_data=None, exclude=None),
     )
     manifest = data.train.source.manifest() or []
     files = [(PurePath(str(entry["name"])).name, entry.get("count"), entry.get("size")) for entry in manifest]
-    facts = {"settings": repr(portable), "training data": f"{len(data.train.source)} samples {files}"}
+    facts = {
+        "settings": repr(portable),
+        "training data": f"{len(data.train.source)} samples {files} {data.train.source.excluded}",
+    }
     digests = ranks.all_gather_objects({
         name: hashlib.sha256(fact.encode()).hexdigest() for name, fact in facts.items()
     })  # fmt: skip

@@ -1,0 +1,125 @@
+"""The samples that a file of keys, or a table of suspects, names."""
+
+import csv
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from leanclip.data.source import Source
+from leanclip.errors import UserError, first_line
+from leanclip.progress import ACTIVITY, progress_bar
+
+ID_PREFIX = "id:"
+TABLES = (".csv", ".parquet")
+SHOWN_SAMPLES = 1_000_000  # whose keys are read in more than a moment
+REPORT_EVERY = 1 << 14  # keys
+
+
+class Entry(NamedTuple):
+    """A line or row: what it says of a sample."""
+
+    key: str | None
+    id: int | None = None
+    file: str | None = None  # the name of its shard
+
+    def __str__(self) -> str:
+        return self.key or f"{ID_PREFIX}{self.id}"
+
+
+class Listed(NamedTuple):
+    ids: np.ndarray  # sorted
+    message: str  # for the log
+
+
+def listed_samples(path: str, source: Source) -> Listed:
+    """The ids of the samples that a file lists. Entries that name none are counted."""
+    ids, by_key, unknown = set[int](), dict[str, list[Entry]](), list[Entry]()
+    for entry in _entries(Path(path)):
+        if entry.id is not None and 0 <= entry.id < len(source) and entry.key in (None, source.key(entry.id)):
+            ids.add(entry.id)
+        elif entry.key is not None:  # without an id, or with that of other data
+            by_key.setdefault(entry.key, []).append(entry)
+        else:
+            unknown.append(entry)
+    if by_key:
+        found = _find(source, by_key)
+        ids |= found.keys()
+        matched = set(found.values())
+        unknown += [entry for entries in by_key.values() for entry in entries if entry not in matched]
+    if not ids:
+        raise UserError(
+            f"--exclude {path} names no sample of the training data; give keys or {ID_PREFIX}NUMBER, one per line, or"
+            " a table that leanclip data suspects wrote",
+            code="data.exclude_nothing",
+        )
+    message = f"--exclude: {len(ids):,} of {len(source):,} samples are left out"
+    if unknown:
+        message += f"; {len(unknown):,} entries of {path} name no sample, such as {str(unknown[0])[:80]!r}"
+    return Listed(np.array(sorted(ids), np.int64), message)
+
+
+def _find(source: Source, by_key: Mapping[str, list[Entry]]) -> dict[int, Entry]:
+    """The samples with these keys, each with the entry that names it. Reads the key of every sample."""
+    found: dict[int, Entry] = {}
+    with progress_bar("keys for --exclude", len(source), shown=len(source) >= SHOWN_SAMPLES) as progress:
+        for index in range(len(source)):
+            for entry in by_key.get(source.key(index), ()):
+                if entry.file is None or entry.file == source.file(index).rpartition("/")[2]:
+                    found[index] = entry
+            if index % REPORT_EVERY == REPORT_EVERY - 1:
+                progress(REPORT_EVERY)
+                ACTIVITY.still_working()
+    return found
+
+
+def _entries(path: Path) -> Iterator[Entry]:
+    if not path.is_file():
+        raise UserError(f"--exclude {path}: no such file", code="data.not_found")
+    try:
+        if path.suffix.lower() in TABLES:
+            yield from _table_entries(path)
+            return
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for text in filter(None, map(str.strip, file)):
+                digits = text.removeprefix(ID_PREFIX)
+                is_id = digits != text and digits.isdecimal() and len(digits) < 19
+                yield Entry(None, int(digits)) if is_id else Entry(text)
+    except (OSError, csv.Error) as error:
+        raise UserError(f"--exclude {path} cannot be read ({first_line(error)})", code="data.unreadable") from error
+
+
+def _table_entries(path: Path) -> Iterator[Entry]:
+    """Of a table with the columns `key` or `id`, and perhaps `shard`."""
+    rows = _parquet_rows(path) if path.suffix.lower() == ".parquet" else _csv_rows(path)
+    for row in rows:
+        if "key" not in row and "id" not in row:
+            raise UserError(f"--exclude {path} has neither a column key nor a column id", code="data.missing_column")
+        number, key = ("" if row.get(name) is None else str(row[name]) for name in ("id", "key"))
+        shard = str(row["shard"]).rpartition("/")[2] if row.get("shard") else None
+        yield Entry(key or None, int(number) if number.isdecimal() and len(number) < 19 else None, shard)
+
+
+def _csv_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise UserError(
+            f"--exclude {path} needs pyarrow; install it (pip install pyarrow), or give a .csv",
+            code="data.no_pyarrow",
+        ) from error
+    try:
+        file = parquet.ParquetFile(path)
+        columns = [name for name in ("id", "key", "shard") if name in file.schema_arrow.names]
+        for batch in file.iter_batches(columns=columns) if columns else ():
+            yield from batch.to_pylist()
+        if not columns:
+            yield {}
+    except ArrowException as error:
+        raise UserError(f"--exclude {path} cannot be read ({first_line(error)})", code="data.unreadable") from error

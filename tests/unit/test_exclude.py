@@ -1,0 +1,142 @@
+"""--exclude: which samples a file names, what an epoch visits without them, and resumed runs."""
+
+import csv
+import shutil
+
+import numpy as np
+import pytest
+from checkpoint_runs import equal, saved_tensors, train
+from shard_files import picture, write_shard
+
+from leanclip.data.exclusion.listed import listed_samples
+from leanclip.data.order import NO_IDS, SplitVisits, WeightedVisits
+from leanclip.data.shards import Shards
+from leanclip.data.source import Part
+from leanclip.suspects.find import Search, find_suspects
+from refusal import refusal_code, refuses
+
+PARTS = [Part(0, 40, 1.0), Part(40, 70, 2.5), Part(70, 100, 0.4)]
+
+
+def shard(path, keys):
+    files = {}
+    for number, key in enumerate(keys):
+        files |= {f"{key}.jpg": picture(number), f"{key}.txt": f"caption of {key}".encode()}
+    return write_shard(path, files)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Two shards; the key `twin` is in both."""
+    (tmp_path / "data").mkdir()
+    shard(tmp_path / "data/0.tar", ["a", "b", "twin", "7"])
+    shard(tmp_path / "data/1.tar", ["c", "twin", "d"])
+    return Shards(str(tmp_path / "data"))
+
+
+def ids_of(visits, epoch=0):
+    return visits.at(np.arange(len(visits)), seed=3, epoch=epoch)[0]
+
+
+def test_an_epoch_visits_all_samples_but_those():
+    excluded = np.array([0, 1, 39, 40, 55, 69, 70, 99])
+    visits = WeightedVisits(PARTS, excluded)
+    kept = np.setdiff1d(np.arange(100), excluded)
+    for epoch in range(3):
+        counts = np.bincount(ids_of(visits, epoch), minlength=100)
+        assert not counts[excluded].any() and (counts[kept[kept < 40]] == 1).all()
+        middle, last = counts[kept[(kept >= 40) & (kept < 70)]], counts[kept[kept >= 70]]
+        assert middle.min() >= 2 and middle.sum() == round(2.5 * 27) and last.sum() == round(0.4 * 28)
+    whole = WeightedVisits(PARTS)
+    assert np.array_equal(ids_of(whole.without(NO_IDS)), ids_of(whole))
+    assert len(whole.without(np.arange(100))) == 0
+
+
+def test_held_out_samples_stay_held_out():
+    plain, visits = SplitVisits(50, 10, seed=1), SplitVisits(50, 10, seed=1)
+    excluded = np.array([0, 3, 4, int(plain.held_out_ids[0])])
+    visits.without(np.sort(excluded))
+    assert np.array_equal(visits.held_out_ids, plain.held_out_ids)
+    assert np.array_equal(np.sort(ids_of(visits)), np.setdiff1d(np.sort(ids_of(plain)), excluded))
+
+
+def test_keys_and_ids_one_per_line(source, tmp_path):
+    path = tmp_path / "list.txt"
+    path.write_bytes(b"c\n\n  a \nid:3\n7\nnot there\nid:99\nid:x\n\xff\n")
+    ids, message = listed_samples(str(path), source)
+    assert ids.tolist() == [0, 3, 4] and "3 of 7" in message and "4 entries" in message
+    path.write_text("twin")
+    assert listed_samples(str(path), source).ids.tolist() == [2, 5]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_table_names_samples_by_id_and_finds_moved_ones_by_key_and_shard(source, tmp_path, suffix):
+    rows = [
+        {"id": 0, "key": "a", "shard": "/old/0.tar"},
+        {"id": 2, "key": "twin", "shard": "/old/1.tar"},  # id and key agree
+        {"id": 6, "key": "twin", "shard": "/old/1.tar"},  # of other data
+        {"id": 0, "key": "b", "shard": "/old/9.tar"},
+    ]
+    path = tmp_path / f"table{suffix}"
+    if suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), path)
+    ids, message = listed_samples(str(path), source)
+    assert ids.tolist() == [0, 2, 5] and "1 entries" in message and "'b'" in message
+
+
+def test_mistakes_are_refused(source, tmp_path):
+    with refuses("data.not_found", "none.txt"):
+        listed_samples(str(tmp_path / "none.txt"), source)
+    (tmp_path / "other.txt").write_text("nothing of it")
+    with refuses("data.exclude_nothing", "other.txt"):
+        listed_samples(str(tmp_path / "other.txt"), source)
+    (tmp_path / "other.csv").write_text("name,value\n1,2\n")
+    with refuses("data.missing_column", "other.csv"):
+        listed_samples(str(tmp_path / "other.csv"), source)
+    (tmp_path / "damaged.parquet").write_text("no parquet")
+    with refuses("data.unreadable", "damaged.parquet"):
+        listed_samples(str(tmp_path / "damaged.parquet"), source)
+
+
+def test_a_run_without_them_keeps_ids_and_resumes_with_the_same_ones_only(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    shard(tmp_path / "data/0.tar", [f"{number:03d}" for number in range(50)])
+    excluded = [3, 17, 49]
+    (tmp_path / "out.txt").write_text("".join(f"{number:03d}\n" for number in excluded) + "unknown\n")
+    settings = {"train_data": tmp_path / "data", "global_batch_size": 8, "max_steps": 12, "save_every": 6}
+    settings |= {"loss": "infonce", "pair_weights": "learned", "exclude": tmp_path / "out.txt"}
+    assert train(tmp_path, **settings) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 of 50 samples are left out; 1 entries" in said
+    expected = saved_tensors(tmp_path, 12)
+    scored = expected["loss.state.scored"]
+    assert len(scored) == 50 and scored[excluded].eq(0).all() and scored.sum() == 12 * 8
+    shutil.copytree(tmp_path / "logs/run/checkpoints/step_00000006", tmp_path / "copy")
+    (tmp_path / "logs/run").rename(tmp_path / "logs/whole")
+    (tmp_path / "out.txt").rename(tmp_path / "moved.txt")
+    settings |= {"resume": tmp_path / "copy", "exclude": tmp_path / "moved.txt"}
+    assert train(tmp_path, **settings) == 0
+    equal(saved_tensors(tmp_path, 12), expected)
+    (tmp_path / "other.txt").write_text("id:4")
+    for wrong in ({"exclude": tmp_path / "other.txt"}, {"exclude": None}):
+        capsys.readouterr()
+        assert train(tmp_path, **settings | wrong | {"name": "again"}) == 2
+        assert refusal_code(capsys.readouterr().err) == "data.exclude_changed"
+
+
+def test_the_suspects_of_a_run_can_be_left_out_of_the_next(tmp_path):
+    settings = {"pair_weights": "learned", "loss": "infonce", "global_batch_size": 64, "max_steps": 3}
+    assert train(tmp_path, **settings) == 0
+    table = tmp_path / "worst.csv"
+    find_suspects(Search(run=tmp_path / "logs/run", output=table, rows=20, shown=0))
+    (tmp_path / "logs/run").rename(tmp_path / "logs/first")
+    assert train(tmp_path, **settings | {"exclude": table, "max_steps": 2}) == 0
+    with table.open(newline="") as file:
+        worst = [int(row["id"]) for row in csv.DictReader(file)]
+    assert saved_tensors(tmp_path, 2)["loss.state.scored"][worst].eq(0).all()
