@@ -1,5 +1,6 @@
 """Every recipe parses, fits its loss, holds the published numbers and says in its header what it is."""
 
+import json
 from dataclasses import asdict
 
 import pytest
@@ -160,4 +161,6 @@ def test_fine_tuning_of_a_small_model(name, small_run, tmp_path, monkeypatch):
     assert {side for side, trunk in trunks.items() if any(key.startswith(trunk) for key in changed)} == (
         FINE_TUNING[name][1]
     )
-    assert (tmp_path / "cache/features").exists() == ("cache_locked" in load_recipe(name))
+    tables = json.loads((tmp_path / "run/run.json").read_text())["features"]
+    assert set(tables) == {"finetune": set(), "lit": {"images"}, "heads": {"images", "texts"}}[name]
+    assert all(table["rows"] >= 200 and table["seconds"] > 0 for table in tables.values())

@@ -152,6 +152,16 @@ def test_a_run_from_weights_shows_before_after_and_difference(tmp_path: Path):
     assert table.gained == ()
 
 
+def test_what_the_features_of_locked_towers_cost(tmp_path: Path):
+    images, texts = {"rows": 5120, "mib": 12.5, "seconds": 100.0}, {"rows": 2560, "mib": 2, "seconds": None}
+    html = page(write_run(tmp_path, features={"images": images, "texts": texts}))
+    assert "5,120 rows, 12.5 MiB, computed in 2 min; 50 epochs read them in place of 128,000 passes" in html
+    assert "passes of the tower, about 42 min" in html  # 128,000 / 5,120 times as long
+    assert "2,560 rows, 2 MiB, read from the cache; 50 epochs read them in place of 128,000 passes" in html
+    for damaged in (["x"], {"images": 3, "texts": {"rows": "many"}}):
+        assert "shapes" in page(write_run(tmp_path, features=damaged))
+
+
 def test_key_figures_give_the_final_result_the_best_and_chance(tmp_path: Path):
     shown = figures(write_run(tmp_path))
     assert shown["Text-to-image recall@10"] == (

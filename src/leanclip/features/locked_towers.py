@@ -97,7 +97,8 @@ class LockedTowers:
         table = FeatureTable(directory)
         if len(left := self._missing(table)):
             raise RuntimeError(f"{directory} lacks the features of {len(left):,} samples")
-        how = f"computed in {time.perf_counter() - begin:,.0f} s" if len(missing) else "read from the cache"
+        table.seconds = time.perf_counter() - begin if len(missing) else None
+        how = "read from the cache" if table.seconds is None else f"computed in {table.seconds:,.0f} s"
         self.notify(
             f"features of the {side} tower, {self.data_name}: {how}, {len(table.features):,} rows of"
             f" {table.features.shape[1]}, {table.nbytes / 2**20:,.1f} MiB in {directory}"

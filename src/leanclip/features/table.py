@@ -33,6 +33,7 @@ class FeatureTable:
         weights = directory / "weights.npy"
         self.weights: np.ndarray | None = np.load(weights, mmap_mode="r") if weights.is_file() else None
         self._broken: dict[int, tuple[str, str]] | None = None
+        self.seconds: float | None = None  # that this process took to fill it
 
     @classmethod
     def create(

@@ -118,5 +118,5 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         "Epochs": plain(number(info.get("epochs"))),
         "Weights": f"averaged, decay {plain(number(info['ema']))}" if info.get("ema") else "",
         "Started": moment(info["started"]) if info.get("started") else "",
-    }
+    } | report_sections.feature_costs(run)
     return [(name, text) for name, text in texts.items() if text not in ("", DASH)]

@@ -149,6 +149,23 @@ def evaluation_figure(name: str, evaluations: Sequence[Evaluation], key: str) ->
     return KeyFigure(name, percent(value), ", ".join(details))
 
 
+def feature_costs(run: RunData) -> dict[str, str]:
+    """What the tables of locked towers cost, and what the passes that they replaced would have."""
+    texts: dict[str, str] = {}
+    for side, entry in run.table("features").items():
+        table: Mapping[str, object] = entry if isinstance(entry, dict) else {}
+        rows, seconds = number(table.get("rows")), number(table.get("seconds"))
+        epochs = last_finite(run.column("epoch"))
+        passes = epochs * number(run.info.get("train_samples"))
+        text = f"{count(rows)} rows, {plain(number(table.get('mib')))} MiB, "
+        text += f"computed in {duration(seconds)}" if seconds >= 0 else "read from the cache"
+        if passes > 0 and rows > 0:
+            text += f"; {epochs:,.3g} epochs read them in place of {count(passes)} passes of the tower"
+            text += f", about {duration(seconds * passes / rows)}" if seconds >= 0 else ""
+        texts[f"Features of {side}"] = text
+    return texts
+
+
 def progress(run: RunData) -> tuple[float, str] | None:
     """The share of the steps that a run without an end has logged, in words too; None for one that has finished."""
     planned, done = number(run.info.get("steps")), run.steps[-1] if run.train else 0.0

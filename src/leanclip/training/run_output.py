@@ -8,7 +8,9 @@ from pathlib import Path
 from rich.console import Console
 
 from leanclip.checkpointing.checkpoint import Position
+from leanclip.data.decode import Features
 from leanclip.distributed import TRAFFIC_COUNTER, compare_traffic
+from leanclip.features.table import FeatureTable
 from leanclip.filesystem import write_atomically, writing
 from leanclip.losses.pair_weights import Refit
 from leanclip.models.towers.lora import is_adapter
@@ -179,4 +181,14 @@ def describe(job: Job, version: str) -> dict[str, object]:
         "ema": config.run.ema,
         "environment": environment(job.device),
         "notes": [job.data.note] if job.data.note else [],
+        **({} if job.resume_from else {"features": feature_tables(job.features)}),
+    }
+
+
+def feature_tables(features: Features) -> dict[str, dict[str, float | None]]:
+    """What the tables of locked towers hold and, if this run computed them, how long that took."""
+    return {
+        side: {"rows": len(table.features), "mib": table.nbytes / 2**20, "seconds": table.seconds}
+        for side, table in features._asdict().items()
+        if isinstance(table, FeatureTable)
     }

@@ -64,7 +64,8 @@ class Job:
     seconds_per_step: float | None = None  # measured on a CPU whose threads were chosen, without optimizer and data
     peak_bytes: int | None = None  # of a GPU's memory, where the micro-batch was measured
     zero_shot: tuple[tuple[LabelledSet, Prompts], ...] = ()  # classified at each evaluation
-    val_features: Features = NO_FEATURES  # of the held-out data, where towers are locked and their features kept
+    features: Features = NO_FEATURES  # of the training data, where towers are locked and their features kept
+    val_features: Features = NO_FEATURES  # of the held-out data, likewise
 
     @property
     def epochs(self) -> int:
@@ -180,7 +181,7 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
         state=state, group=gloo_group(ranks), resume_from=run.resume_from, ema=ema, compiled=compiled,
         notes=(*notes, *(threads.notes if threads else ())), threads=threads.number if threads else None,
         seconds_per_step=threads.seconds_per_step if threads else None, peak_bytes=peak_bytes,
-        position=Position(), zero_shot=run.zero_shot, val_features=val_features,
+        position=Position(), zero_shot=run.zero_shot, features=features, val_features=val_features,
     )  # fmt: skip
 
 
