@@ -17,6 +17,7 @@ from leanclip.data import DataConfig
 from leanclip.distributed import TrafficCounter, compare_traffic
 from leanclip.losses import LOSSES, ContrastiveLoss, LossOutput, create_loss
 from leanclip.models import ModelConfig, create_model
+from leanclip.ops import tiled
 from leanclip.ops.triton import configs
 from leanclip.planning import compiled_cost, loss_kernels
 from leanclip.planning import step_prediction as predict
@@ -484,3 +485,24 @@ def test_traffic_of_a_traced_step():
     assert found.sent.volumes["embeddings"].bytes == 2 * 1024 * 128 * 2
     sent = compare_traffic(found.sent, ranks=4)
     assert sent.openclip < sent.disco_clip and sent.leanclip < sent.openclip
+
+
+def test_a_trace_asks_fake_tensors_little(small_model, monkeypatch):
+    """They take most of a plan's time. Bounded in questions per weight, since time cannot be tested."""
+    config = config_of(small_model, 256, compile="on")
+    step = predict_step(config, samples=3000, caption_length=9)  # compiled for the trace once
+    asked = Counter()
+    real = FakeTensorMode.dispatch
+    monkeypatch.setattr(FakeTensorMode, "dispatch", lambda mode, *call: asked.update([call[0]]) or real(mode, *call))
+    assert predict_step(config, samples=3000, caption_length=9) == step
+    assert asked.total() < 8 * step.parameters
+    assert not {str(operator) for operator in asked} & {"aten.empty_strided.default", "aten._fused_adamw_.default"}
+
+
+def test_a_loss_in_float32_is_traced_in_the_tiles_of_a_gpu(small_model, monkeypatch):
+    """Those of a CPU are a sixteenth, and a plan took minutes for all of them."""
+    tiles = []
+    real = tiled._tile_shape
+    monkeypatch.setattr(tiled, "_tile_shape", lambda *sizes: tiles.append(real(*sizes)) or tiles[-1])
+    predict_step(config_of(small_model, 4096, precision="fp32"), samples=5000, parts=64)
+    assert tiles and set(tiles) == {(4096, 4096)}

@@ -1,6 +1,7 @@
 """The command line: `leanclip COMMAND`."""
 
 import difflib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import NoReturn
 
 from leanclip.errors import UserError, stopped_code
@@ -105,6 +106,18 @@ def _rank() -> str:
     return "" if rank == "0" else f"rank {rank}: "
 
 
+def _imported(name: str) -> ModuleType:
+    """The module of a command. Searching half a million new objects for garbage takes a fifth of the time."""
+    if name in sys.modules:
+        return sys.modules[name]
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        gc.freeze()  # what was imported stays
+        gc.enable()
+
+
 def _run(arguments: list[str]) -> None:
     command = arguments[0] if arguments else "--help"
     if command in ("-h", "--help", "help"):
@@ -113,7 +126,7 @@ def _run(arguments: list[str]) -> None:
     elif command == "--version":
         print(__version__)
     elif command in COMMANDS:
-        importlib.import_module(f"leanclip.cli.{command}").run(arguments[1:])
+        _imported(f"leanclip.cli.{command}").run(arguments[1:])
     else:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -165,7 +166,11 @@ def _compile(flat: _Flat, values: list[Tensor]) -> Program:
                 for number, value in enumerate(values)
             ]
         # Strides of gradients would bind them to the primes; code is not generated, since nothing executes it.
-        with config.patch(guess_tangent_strides_as_outputs=False), _use_lazy_graph_module(True):
+        with (
+            config.patch(guess_tangent_strides_as_outputs=False),
+            _use_lazy_graph_module(True),
+            patch.object(GraphModule, "print_readable", lambda *_, **__: ""),  # for a log that is not written
+        ):
             train = aot_module_simplified(module, examples, lower, lower, partition, select_decomp_table())
     outputs: Any = graphs[0].output_node().args[0]
     results = outputs[: saved_after[0] if saved_after else None][-flat.results :]  # after updated buffers
@@ -254,7 +259,15 @@ class Held(dict[Node, Any]):
         self.sizes: Sizes = {}
 
     def value(self, node: Node) -> Any:
-        return self[node] if node in self or not is_view(node) else self.evaluate(node)
+        if node in self or not is_view(node):
+            return self[node]
+        owner = root(node)
+        # Strides of inputs may differ from those of the trace, and a reshape may copy: those are evaluated.
+        if owner.op == "placeholder" or _packet(node) is aten.reshape or not isinstance(self[owner], Tensor):
+            return self.evaluate(node)
+        like: Any = node.meta["val"]
+        shape, stride = (tuple(map(self.scaled, numbers)) for numbers in (like.shape, like.stride()))
+        return Trace.current.view(self[owner], shape, stride, self.scaled(like.storage_offset()))
 
     def evaluate(self, node: Node) -> Any:
         args, kwargs = tree_map(self._argument, (node.args, node.kwargs))
@@ -275,7 +288,7 @@ class Held(dict[Node, Any]):
 
     def new(self, like: Tensor) -> Tensor:
         shape, stride = (tuple(map(self.scaled, numbers)) for numbers in (like.shape, like.stride()))
-        return torch.empty_strided(shape, stride, dtype=like.dtype)
+        return Trace.current.empty(shape, like.dtype, stride)
 
 
 def _groups(nodes: list[Node]) -> list[list[Node]]:

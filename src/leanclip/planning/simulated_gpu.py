@@ -13,7 +13,7 @@ from leanclip import ops
 from leanclip.distributed import Ranks
 from leanclip.models import blocks
 from leanclip.models import transformer_towers as towers
-from leanclip.ops import attention
+from leanclip.ops import attention, tiled
 from leanclip.planning.compiled_cost import traced_compile
 from leanclip.planning.loss_kernels import TracedEngine
 from leanclip.planning.step_trace import Trace
@@ -37,6 +37,7 @@ def simulated(trace: Trace, *, ranks: int, processors: int) -> Iterator[Ranks]:
         (towers, "compiled", traced_compile),
         (attention, "uses_kernel", lambda qkv: qkv.dtype in HALF and qkv.shape[-1] in attention.HEAD_SIZES),
         (ops, "implementation", implementation),
+        (tiled, "CPU_TILE_BYTES", tiled.GPU_TILE_BYTES),  # fake tensors are on the CPU
         # On a GPU, clipping takes all gradients at once.
         (clip_grad, "_has_foreach_support", lambda tensors, device: True),
         (clip_grad, "_device_has_foreach_support", lambda device: True),

@@ -20,7 +20,7 @@ from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.optim.loss_scale import LossScale
 from leanclip.planning.compiled_cost import traced_compile
 from leanclip.planning.simulated_gpu import simulated
-from leanclip.planning.step_trace import Kernel, Trace, faked, tracing
+from leanclip.planning.step_trace import Kernel, Trace, faked, tracing, uncollected
 from leanclip.runs.config import TrainConfig
 from leanclip.training.model_setup import model_for_run, uses_compile, uses_cuda_graph
 from leanclip.training.step import training_step
@@ -69,6 +69,7 @@ class Predicted:
         return self.peak + self.memory["batch"]
 
 
+@uncollected()
 def predict_step(
     config: TrainConfig,
     *,
@@ -280,6 +281,7 @@ def _sharded(memory: dict[str, int], model: TwoTower, ranks: int) -> dict[str, i
     return memory | split | {"gathered weights": 3 * largest}
 
 
+@uncollected()
 def loss_memory(make_loss: Callable[[], ContrastiveLoss], *, batch: int, ranks: int, dim: int) -> int:
     """Bytes that a loss takes on a rank, forward and backward, beside the embeddings of the rank and the tables."""
     with tracing() as trace, simulated(trace, ranks=ranks, processors=132) as first:

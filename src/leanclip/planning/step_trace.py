@@ -9,7 +9,7 @@ import contextlib
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +39,7 @@ UNTRACED = (
     DynamicOutputShapeException,
     NotImplementedError,
 )
+CPU = torch.device("cpu")  # of all fake tensors
 ROUND = 512  # bytes: PyTorch's allocator gives no less
 M = TypeVar("M", bound=nn.Module)
 
@@ -56,6 +58,9 @@ NORM_BACKWARD = (aten.native_layer_norm_backward, aten.native_group_norm_backwar
 BATCH_NORM = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._batch_norm_with_update)
 BATCH_NORM_BACKWARD = (aten.native_batch_norm_backward, aten.batch_norm_backward)
 OPTIMIZER = (aten._fused_adamw_, aten._fused_adam_)
+# Their results are known without asking the fake tensors, which takes most of the time of a trace.
+IN_PLACE = (aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.mul_.Scalar)
+OPTIMIZER_STEPS = (aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr, aten._fused_adam_.default)
 CREATION = (aten.lift_fresh.default,)  # how torch.tensor(...) makes a fake one
 FREE = (  # that launch nothing
     aten._unsafe_view, aten._reshape_alias, aten.detach, aten.alias, aten.lift_fresh,
@@ -95,6 +100,7 @@ class Trace(TorchDispatchMode):
 
     def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__()
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.capability = capability
         self.kernels: Counter[Kernel] = Counter()
         self.launched: Kernel | None = None  # the last one
@@ -104,6 +110,10 @@ class Trace(TorchDispatchMode):
         self.part, self.phase = "activations", "other"
         self.times = 1  # that each kernel counts: a traced micro-batch may stand for several
         self._tags: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard around every operation takes time
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -120,13 +130,35 @@ class Trace(TorchDispatchMode):
         if inputs and func not in CREATION and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
             with unset_fake_temporarily():  # host data such as ids and tokens stay real
                 return func(*args, **kwargs)
-        out = func(*args, **kwargs)
+        if func in IN_PLACE:
+            out = args[0]
+        elif func in OPTIMIZER_STEPS:
+            out = None
+        elif func is aten.zeros_like.default and args[0].is_contiguous() and not kwargs.get("dtype"):
+            out = self.empty(args[0].shape, args[0].dtype)
+        else:
+            out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         for tensor in outputs:
             self.hold(tensor)
         if not func.is_view and (kernel := self._kernel(func, args, kwargs, inputs, outputs, out)) is not None:
             self.launch(kernel)
         return out
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> Tensor:
+        """Equals `torch.empty` or `torch.empty_strided`, whose way through the dispatcher takes much of the time."""
+        with in_kernel_invocation_manager(self.mode):
+            meta = torch.empty(shape, dtype=dtype, device="meta")
+            meta = meta if stride is None else torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        tensor = FakeTensor(self.mode, meta, CPU)
+        self.hold(tensor)
+        return tensor
+
+    def view(self, tensor: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+        """Equals `tensor.as_strided`, without the dispatcher too."""
+        with in_kernel_invocation_manager(self.mode):
+            meta = tensor.as_strided(shape, stride, offset)
+        return FakeTensor(self.mode, meta, CPU)
 
     def launch(self, kernel: Kernel) -> None:
         self.launched = kernel
@@ -241,12 +273,18 @@ def tracing(capability: tuple[int, int] = (9, 0)) -> Iterator[Trace]:
     """Inside, new tensors are fake and all operations on them are counted, as on a GPU of that capability."""
     trace = Trace(capability)
     one_thread = torch.autograd.set_multithreading_enabled(False)  # so that the backward pass is traced too
+    with cuda_autocast(capability), trace.mode, trace, one_thread:
+        Trace.current = trace
+        yield trace
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the search for reference cycles, which finds nothing in a trace and takes a fifth of the time."""
     collects = gc.isenabled()
-    gc.disable()  # it finds nothing and takes a fifth of the time
+    gc.disable()
     try:
-        with cuda_autocast(capability), FakeTensorMode(allow_non_fake_inputs=True), trace, one_thread:
-            Trace.current = trace
-            yield trace
+        yield
     finally:
         if collects:
             gc.enable()
@@ -262,7 +300,7 @@ def faked(module: M, trace: Trace, part: str, dtype: torch.dtype | None = None) 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
             kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-            empty = torch.empty(tensor.shape, dtype=kind)
+            empty = trace.empty(tensor.shape, kind)
             trace.hold(empty, part)
             trained = isinstance(tensor, nn.Parameter)
             known[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if trained else empty
