@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw
 from browser import inspect_page, needs_browser
 from leanclip.reporting import write_report
 from leanclip.reporting.curves import curve_of, evaluation_charts, training_charts
+from leanclip.reporting.report import facts
 from leanclip.reporting.report_sections import Column, duration, key_figures, moment, tables
 from leanclip.reporting.run_reader import read_run
 from refusal import refuses
@@ -468,3 +469,10 @@ def test_inspect_page_detects_faults(tmp_path: Path):
     assert state.charts == [[0, 9]]
     assert any("careful" in text for text in state.console)
     assert any("undefinedFunction is not defined" in text for text in state.console)
+
+
+def test_epochs_of_a_run_that_ended_early_are_planned_and_done(tmp_path: Path):
+    whole = read_run(write_run(tmp_path / "whole"))
+    early = read_run(write_run(tmp_path / "early", [train_row(6)], steps=6))
+    assert dict(facts(whole))["Epochs"] == "50"
+    assert dict(facts(early))["Epochs"] == "0.15 of 50 planned"

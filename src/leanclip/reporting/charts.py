@@ -84,12 +84,15 @@ def draw(chart: Chart, *, alone: bool = False) -> str:
         description(chart),
         frame=FRAME,
         axes={"x": x_axis.labels, "y": y_axis.labels, "name": chart.x_label},
-        references=[(y_axis.place(v), f"{name} {v:.3g}{chart.unit}") for name, v in references.items()],
+        references=[y_axis.place(value) for value in references.values()],
         curves=[
             (colour, *curve(series, indices, x_axis, y_axis, markers=chart.markers))
             for colour, series, indices in zip(colours, chart.series, kept, strict=True)
         ],
-        legend=[(colour, s.name) for colour, s in zip(colours, chart.series, strict=True)] if named else [],
+        legend=[
+            *((colour, s.name) for colour, s in zip(colours, chart.series, strict=True) if named),
+            *(("reference", f"{name} {value:.3g}{chart.unit}") for name, value in references.items()),
+        ],
         data=json.dumps(data, separators=(",", ":")),
     )
 

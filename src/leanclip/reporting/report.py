@@ -10,7 +10,7 @@ from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically, writing
 from leanclip.reporting import comparison, curves, report_sections
 from leanclip.reporting.charts import COLOURS, draw
-from leanclip.reporting.report_sections import DASH, count, moment, percent, plain
+from leanclip.reporting.report_sections import DASH, count, last_finite, moment, percent, plain
 from leanclip.reporting.run_reader import RunData, number, read_run
 from leanclip.reporting.templates import templates
 
@@ -115,8 +115,14 @@ def facts(run: RunData) -> list[tuple[str, str]]:
         "Training samples": count(info.get("train_samples")),
         "Starting weights": starting_weights(run.settings) if run.settings else "",
         "Global batch": count(info.get("global_batch")),
-        "Epochs": plain(number(info.get("epochs"))),
+        "Epochs": epochs(run),
         "Weights": f"averaged, decay {plain(number(info['ema']))}" if info.get("ema") else "",
         "Started": moment(info["started"]) if info.get("started") else "",
     } | report_sections.feature_costs(run)
     return [(name, text) for name, text in texts.items() if text not in ("", DASH)]
+
+
+def epochs(run: RunData) -> str:
+    """As planned; of a run that ended earlier or has not ended, how many are done too."""
+    planned, done = number(run.info.get("epochs")), last_finite(run.column("epoch"))
+    return plain(planned) if not done < planned else f"{plain(done)} of {plain(planned)} planned"
