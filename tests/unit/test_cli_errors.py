@@ -201,7 +201,7 @@ def test_help_teaches(command, capsys):
 
 def test_python_dash_m_is_the_command():
     done = subprocess.run([sys.executable, "-m", "leanclip", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "0.1.0"
+    assert done.stdout.strip() == "0.2.0.dev0"
 
 
 @pytest.mark.parametrize("buffer", [8192, 0])
