@@ -243,7 +243,6 @@ LOGGED = (
         "estimate_gap",
         "never_visited",
         "bias",
-        "wrong_pairs",
     ),
     *("skipped_steps", "loss_scale", "loss_bytes", "loss_collectives", "broken_no_image", "log_u_image", "tau_text"),
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from test_report import eval_row, page, train_row, write_run
 from test_report_comparison import full_panel, histogram_row, rows, zero_shot
+from test_report_pair_weights import fit_row, suspects
 
 from leanclip.cli import main
 from leanclip.reporting import write_report
@@ -18,7 +19,7 @@ from refusal import refuses
 
 DEEP = "[" * 100_000
 HUGE = "9" * 400
-FILES = ("metrics.jsonl", "run.json", "panel.json", "zero_shot.json", "config.toml")
+FILES = ("metrics.jsonl", "run.json", "panel.json", "zero_shot.json", "suspects.json", "config.toml")
 VALUES = (
     *(None, True, -1, 0, 0.0, -0.0, 2**53, 2**63, 1e308, -1e308, 5e-324, 1e101, float("nan"), float("inf")),
     *(
@@ -39,7 +40,8 @@ VALUES = (
 
 
 def whole_run(folder: Path) -> Path:
-    run = write_run(folder, rows(), with_panel=full_panel())
+    run = write_run(folder, [*rows(), fit_row(500), fit_row(900)], with_panel=full_panel())
+    (run / "suspects.json").write_text(json.dumps(suspects(3)))
     (run / "zero_shot.json").write_text(json.dumps(zero_shot(["cats", "dogs", "hats"])))
     return run
 

@@ -12,7 +12,8 @@ from leanclip.reporting.run_reader import Evaluation, Histogram, RunData, number
 DIRECTIONS = {"text_to_image": "Text to image", "image_to_text": "Image to text"}
 RECALL = re.compile(r"(text_to_image|image_to_text)_recall@(\d{1,3})")
 ZERO_SHOT = {"top1": "top-1", "top5": "top-5", "mean_per_class_recall": "mean per class"}
-NOT_CURVES = {"kind", "step", "epoch", "samples", "seconds"}  # axes, and what the throughput shows
+# Axes, and what the throughput and the section on pair weights show.
+NOT_CURVES = {"kind", "step", "epoch", "samples", "seconds", "wrong_pairs"}
 TAU = "Temperature \N{GREEK SMALL LETTER TAU}"
 QUANTILES = {"95 %": 0.95, "median": 0.5, "5 %": 0.05}
 
@@ -63,13 +64,6 @@ CURVES = {
         "Lag of the running estimates",
         "Mean distance between the stored log u and that of the current batch. Above 2: raise --gamma-min.",
         from_zero=True,
-    ),
-    "wrong_pairs": Curve(
-        "Pairs that look wrong (%)",
-        "The share of pairs whose caption seems to belong to another image, estimated at the start of each epoch.",
-        " %",
-        from_zero=True,
-        scale=100,
     ),
     "log_u_mean": Curve(
         "Running estimates, mean",

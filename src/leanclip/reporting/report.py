@@ -10,6 +10,7 @@ from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically, writing
 from leanclip.reporting import comparison, curves, report_sections
 from leanclip.reporting.charts import COLOURS, draw
+from leanclip.reporting.pair_weights import pair_weights_section
 from leanclip.reporting.report_sections import DASH, count, last_finite, moment, percent, plain
 from leanclip.reporting.run_reader import RunData, number, read_run
 from leanclip.reporting.templates import templates
@@ -78,6 +79,7 @@ def run_page(run: RunData) -> dict[str, Any]:
         "evaluation_charts": list(map(draw, curves.evaluation_charts(run))),
         "histograms": list(map(draw, curves.histogram_charts([run], [run.name]))),
         "tables": report_sections.tables(run),
+        "pair_weights": pair_weights_section(run),
         "changed": moment(run.changed.isoformat()),
     }
 

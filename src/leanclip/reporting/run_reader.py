@@ -4,7 +4,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,6 +19,7 @@ else:
 
 T = TypeVar("T")
 LARGEST = 1e100  # of the numbers that are drawn: their products and differences are finite
+FIT = ("low", "low_spread", "high", "high_spread", "share")  # of a line on pair weights
 MAX_STEP = 2**53  # steps are exact as floats
 
 
@@ -76,6 +77,18 @@ class Histogram:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairFit:
+    """The pairs' scores when weights were fitted: a histogram, and the two normals, right pairs first."""
+
+    step: int
+    on: bool  # whether the weights were used
+    share: float  # of pairs that look wrong
+    range: float  # the histogram's equal bins lie between -range and range
+    counts: tuple[int, ...]
+    parts: tuple[tuple[float, float, float], ...]  # mean, spread, and share of the pairs
+
+
+@dataclass(frozen=True, kw_only=True)
 class ZeroShot:
     """A classified set: `confusion` has a row per true class and a column per predicted one."""
 
@@ -118,6 +131,8 @@ class RunData:
     train: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Evaluation, ...]
     histograms: Mapping[str, tuple[Histogram, ...]]
+    pair_fits: tuple[PairFit, ...]
+    suspects: tuple[PanelEntry, ...]  # pairs that look wrong; the caption chosen instead is the only match
     panel: Panel | None
     zero_shot: tuple[ZeroShot, ...]
     problems: tuple[str, ...]
@@ -185,7 +200,7 @@ def read_run(path: Path) -> RunData:
         text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror})", code="report.not_readable") from error
-    train, evaluations, histograms = read_metrics(lines, problems)
+    train, evaluations, histograms, pair_fits = read_metrics(lines, problems)
     if not train and not evaluations:
         raise UserError(f"{metrics} has no metrics yet; retry after the first logged step", code="report.no_metrics")
     return RunData(
@@ -196,6 +211,8 @@ def read_run(path: Path) -> RunData:
         train=train,
         evaluations=evaluations,
         histograms=histograms,
+        pair_fits=pair_fits,
+        suspects=read_part(path / "suspects.json", parse_suspects, problems) or (),
         panel=read_part(path / "panel.json", parse_panel, problems),
         zero_shot=read_part(path / "zero_shot.json", parse_zero_shot, problems) or (),
         problems=tuple(problems),
@@ -213,11 +230,14 @@ def parse_settings(text: str, problems: list[str]) -> Mapping[str, Any]:
 
 def read_metrics(
     lines: Sequence[bytes], problems: list[str]
-) -> tuple[tuple[Mapping[str, Any], ...], tuple[Evaluation, ...], Mapping[str, tuple[Histogram, ...]]]:
-    """Training rows, evaluations, and histograms by name."""
+) -> tuple[
+    tuple[Mapping[str, Any], ...], tuple[Evaluation, ...], Mapping[str, tuple[Histogram, ...]], tuple[PairFit, ...]
+]:
+    """Training rows, evaluations, histograms by name, and fits of pair weights."""
     train: dict[int, Mapping[str, Any]] = {}
     evaluations: dict[tuple[str, int], Evaluation] = {}
     histograms: dict[str, dict[int, Histogram]] = {}
+    pair_fits: dict[int, PairFit] = {}
     skipped = 0
     for position, line in enumerate(lines):
         try:
@@ -230,6 +250,8 @@ def read_metrics(
                 evaluations[evaluation.set, step] = evaluation
             elif kind == "histogram":
                 histograms.setdefault(str(row.get("name")), {})[step] = parse_histogram(step, row)
+            elif kind == "pair_weights":
+                pair_fits[step] = parse_pair_fit(step, row)
         except (KeyError, TypeError, ValueError, AttributeError):
             skipped += position < len(lines) - 1  # the last one may be incomplete because it is being written
     if skipped:
@@ -238,6 +260,7 @@ def read_metrics(
         tuple(train[step] for step in sorted(train)),
         tuple(sorted(evaluations.values(), key=lambda e: e.step)),
         {name: tuple(rows[step] for step in sorted(rows)) for name, rows in histograms.items()},
+        tuple(pair_fits[step] for step in sorted(pair_fits)),
     )
 
 
@@ -249,6 +272,27 @@ def parse_histogram(step: int, row: Mapping[str, Any]) -> Histogram:
     if not counts or len(edges) != len(counts) + 1 or not rising:
         raise ValueError("no histogram")
     return Histogram(step=step, edges=edges, counts=counts, absent=absent)
+
+
+def parse_pair_fit(step: int, row: Mapping[str, Any]) -> PairFit:
+    fit, counts = row["fit"], tuple(whole(count) for count in row["counts"])
+    low, low_spread, high, high_spread, upper, share, width = (
+        number(value) for value in (*(fit[name] for name in FIT), row["wrong_pairs"], row["range"])
+    )
+    if not (counts and sum(counts) and width > 0 and min(low_spread, high_spread) > 0 and 0 <= share <= 1):
+        raise ValueError("no fit")
+    if not (0 <= upper <= 1 and abs(low) <= width and abs(high) <= width):
+        raise ValueError("no fit")
+    parts = (low, low_spread, 1 - upper), (high, high_spread, upper)
+    return PairFit(step=step, on=row.get("on") is True, share=share, range=width, counts=counts, parts=parts)
+
+
+def parse_suspects(value: Mapping[str, Any]) -> tuple[PanelEntry, ...]:
+    entries = [(parse_entry(entry), entry.get("instead")) for entry in value["pairs"]]
+    return tuple(
+        replace(entry, matches=(parse_entry({"caption": instead}),) if isinstance(instead, str) else ())
+        for entry, instead in entries
+    )
 
 
 def parse_evaluation(step: int, row: Mapping[str, Any]) -> Evaluation:
