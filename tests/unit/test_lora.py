@@ -178,6 +178,11 @@ def test_recomputed_and_compiled_towers(case, built, monkeypatch):
         )
 
 
+def blocks_of(model):
+    visual = model.clip.visual
+    return visual.transformer.resblocks if model.blockwise_image else visual.trunk.blocks
+
+
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["clip", "custom blocks", "attends to padding", "towers"])
 def test_a_step_keeps_no_copy_of_a_matrix(case, precision, built):
@@ -199,6 +204,8 @@ def test_a_step_keeps_no_copy_of_a_matrix(case, precision, built):
     (image.sum() + text.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
     assert kept and not shapes & set(kept)
+    hidden = {"clip": 96, "towers": 192}.get(case)  # of the image tower's MLPs: before the activation only
+    assert hidden is None or sum(shape[-1] == hidden for shape in kept) == len(blocks_of(model))
 
 
 def test_batch_norm_of_a_tower_with_adapters_keeps_its_averages(built):

@@ -31,12 +31,14 @@ __all__ = [
     "PreprocessCfg",
     "ResidualAttentionBlock",
     "SimpleTokenizer",
+    "TimmMlp",
     "VisionTransformer",
     "get_clean_fn",
     "image_transform_v2",
     "open_clip",
 ]
 
+TimmMlp: Any = timm_model.timm.layers.Mlp  # pyright: ignore[reportPrivateImportUsage]
 HUB = "hf-hub:"
 HEADER_KEY = "open_clip_config"  # in the header of exported weights
 HF_TEXT_MODELS = frozenset(hf_configs.arch_dict)  # the types of transformers' models that open_clip takes

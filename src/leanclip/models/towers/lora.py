@@ -5,7 +5,7 @@ keep their parameters and names, and get a second forward pass. Nothing of the s
 """
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,45 +14,51 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from leanclip.errors import UserError
-from leanclip.models.open_clip_api import Attention
+from leanclip.models.open_clip_api import Attention, TimmMlp
 from leanclip.models.towers.layers import BLOCK, Side, lock, side_of
 
+Activation = Callable[[Tensor], Tensor]
 A, B = "lora_a", "lora_b"
 MATRICES = ("weight", "in_proj_weight")  # of linear layers; of query, key and value in one
 
 
 class LowRankLinear(torch.autograd.Function):
-    """F.linear(x, W + B A, bias), with gradients for x, A and B.
+    """F.linear(x, W + B A, bias) of x = activation(z), with gradients for z, A and B.
 
     Under autocast, F.linear would keep a copy of each frozen W in half precision until the backward pass; here that
-    pass converts W again. Small products are added to large ones in place.
+    pass converts W again. It also computes x again, so that only z is kept. Small products are added to large ones in
+    place.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        ctx.input_dtype, x = x.dtype, x.to(dtype)
+    def forward(
+        ctx: Any, z: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, activation: Activation | None
+    ) -> Tensor:
+        kind = z.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else z.dtype
+        ctx.activation, ctx.dtype = activation, z.dtype
+        x = (z if activation is None else activation(z)).to(dtype)
         y = F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
         low = F.linear(x, a.to(dtype))
         y.flatten(0, -2).addmm_(low.flatten(0, -2), b.to(dtype).t())
-        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.save_for_backward(x if activation is None else z, weight, a, b, low)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, a, b, low = ctx.saved_tensors
-        flat, dtype, of_x = gradient.flatten(0, -2), gradient.dtype, None
+        z, weight, a, b, low = ctx.saved_tensors
+        x = z
+        if ctx.activation is not None:
+            with torch.enable_grad():
+                z = z.detach().requires_grad_()
+                x = ctx.activation(z).to(gradient.dtype)
+        inputs, flat, dtype, of_z = x.detach().flatten(0, -2), gradient.flatten(0, -2), gradient.dtype, None
         of_low = flat @ b.to(dtype)
         if ctx.needs_input_grad[0]:
-            of_x = (flat @ weight.to(dtype)).addmm_(of_low, a.to(dtype)).view(x.shape).to(ctx.input_dtype)
-        return (
-            of_x,
-            None,
-            None,
-            (of_low.t() @ x.flatten(0, -2)).to(a.dtype),
-            (flat.t() @ low.flatten(0, -2)).to(b.dtype),
-        )
+            of_z = (flat @ weight.to(dtype)).addmm_(of_low, a.to(dtype)).view(x.shape)
+            of_z = of_z.to(ctx.dtype) if ctx.activation is None else torch.autograd.grad(x, z, of_z)[0]
+        of_a, of_b = of_low.t() @ inputs, flat.t() @ low.flatten(0, -2)
+        return of_z, None, None, of_a.to(a.dtype), of_b.to(b.dtype), None
 
 
 class Adapted(nn.Module):
@@ -60,17 +66,37 @@ class Adapted(nn.Module):
 
     matrix, offset = "weight", "bias"
 
-    def project(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor, activation: Activation | None = None) -> Tensor:
         layer: Any = self
-        y: Any = LowRankLinear.apply(
-            x, getattr(layer, self.matrix), getattr(layer, self.offset), layer.lora_a, layer.lora_b
-        )
+        weight, bias = getattr(layer, self.matrix), getattr(layer, self.offset)
+        y: Any = LowRankLinear.apply(x, weight, bias, layer.lora_a, layer.lora_b, activation)
         return y
 
 
 class Linear(Adapted):
     def forward(self, x: Tensor) -> Tensor:
         return self.project(x)
+
+
+class Mlp(nn.Module):
+    """Two linear layers with adapters and an activation between them, whose output is not kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, activation, second = _parts(self)
+        if torch.compiler.is_compiling():  # a compiler decides itself what it keeps
+            return second(activation(first(x)))
+        return second.project(first(x), activation)
+
+
+def _parts(mlp: nn.Module) -> list[Any]:
+    """The layers of an MLP that do something, in their order."""
+    return [layer for layer in mlp.children() if not isinstance(layer, nn.Identity) and getattr(layer, "p", 1)]
+
+
+def _is_mlp(parts: list[Any]) -> bool:
+    if [isinstance(part, Linear) for part in parts] != [True, False, True]:
+        return False
+    return not list(parts[1].parameters()) and not getattr(parts[1], "inplace", False)
 
 
 class Fused(Adapted):
@@ -125,6 +151,11 @@ ADAPTED: dict[type[nn.Module], Any] = {
 }
 
 
+MLPS: dict[type[nn.Module], Any] = {
+    theirs: type(f"Adapted{theirs.__name__}", (Mlp, theirs), {}) for theirs in (nn.Sequential, TimmMlp)
+}
+
+
 def in_projection(layer: Any, x: Tensor) -> Tensor:
     """Query, key and value, (..., 3 D), of attention with one matrix for the three."""
     if isinstance(layer, Adapted):
@@ -159,6 +190,9 @@ def add_adapters(clip: Any, side: Side, rank: int) -> None:
         nn.init.kaiming_uniform_(low, a=math.sqrt(5))  # as torch starts a linear layer
         layer.register_parameter(A, low)
         layer.register_parameter(B, nn.Parameter(matrix.new_zeros(rows, rank)))
+    for module in clip.modules():
+        if type(module) in MLPS and _is_mlp(_parts(module)):
+            module.__class__ = MLPS[type(module)]
 
 
 def _layers(clip: Any, side: Side) -> Iterator[tuple[nn.Module, Tensor]]:
