@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from leanclip.data import DataConfig, open_datasets
-from leanclip.evaluation import Embedded, hardest_negatives
+from leanclip.evaluation import Embedded, earlier_best, hardest_negatives
 
 
 def held_out(count):
@@ -52,3 +52,15 @@ def test_one_image_and_nan():
     assert hardest_negatives(data, one) == []
     broken = torch.full((2, 2), torch.nan, dtype=torch.float64)
     assert len(hardest_negatives(data, Embedded(broken, broken, torch.tensor([0, 1]), ["a", "b"], ids, 0))) == 2
+
+
+def test_the_best_captions_of_earlier_points():
+    """Of ten evaluations the first one and two others are kept; those after a step that is resumed from are not."""
+    panel = {"step": 0, "images": [{"matches": [{"caption": "at 0"}, {"caption": "second"}]}]}
+    assert earlier_best(panel, 0) == []
+    for step in range(100, 1001, 100):
+        panel["earlier"] = earlier_best(panel, step)
+        panel |= {"step": step, "images": [{"matches": [{"caption": f"at {step}"}]}]}
+    assert [point["step"] for point in panel["earlier"]] == [0, 400, 700]
+    assert [point["best"] for point in panel["earlier"]] == [[{"caption": f"at {step}"}] for step in (0, 400, 700)]
+    assert [point["step"] for point in earlier_best(panel, 500)] == [0, 400]

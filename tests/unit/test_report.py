@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 
 from browser import inspect_page, needs_browser
 from leanclip.reporting import write_report
-from leanclip.reporting.curves import curve_of, evaluation_charts, training_charts
+from leanclip.reporting.curves import curve_of, evaluation_charts, training_charts, trend_charts
 from leanclip.reporting.report import facts
 from leanclip.reporting.report_sections import Column, duration, key_figures, moment, tables
 from leanclip.reporting.run_reader import read_run
@@ -151,6 +151,34 @@ def test_a_run_from_weights_shows_before_after_and_difference(tmp_path: Path):
     assert "after − before" in html and "timm:vit (image) + bert (text)" in html
     (table,) = tables(read_run(write_run(tmp_path, [eval_row(0, 0.5), eval_row(10, 0.4)])))
     assert table.gained == ()
+
+
+@pytest.mark.parametrize(
+    ("recalls", "verdict"),
+    [
+        ([0.1, 0.3, 0.5, 0.6, 0.65, 0.7, 0.75], "Still learning: +10.0 ± 0.0 points"),
+        ([0.1, 0.3, 0.5, 0.6, 0.70, 0.64, 0.70], "No clear change: +0.0 ± 88.0 points"),  # 12.7 * 6.93
+        ([0.1, 0.3, 0.5, 0.6, 0.70, 0.65, 0.60], "Getting worse: -10.0 ± 0.0 points"),
+        ([0.1, 0.3, 0.5], None),
+    ],
+)
+def test_is_it_still_learning(recalls, verdict, tmp_path: Path):
+    rows = [eval_row(100 * i, 0) for i in range(len(recalls))]
+    for row, recall in zip(rows, recalls, strict=True):
+        row["metrics"]["text_to_image_recall@10"] = recall
+    charts = trend_charts(read_run(write_run(tmp_path, rows)))
+    assert [chart.note.partition(" over")[0] for chart in charts] == ([verdict] if verdict else [])
+    assert ("Is it still learning?" in page(tmp_path)) == bool(verdict)
+
+
+def test_best_captions_earlier_in_training(tmp_path: Path):
+    shown = panel()
+    best = [{"caption": f"guess <{i}>", "score": 0.2, "correct": i == 1} for i in range(6)]
+    shown["earlier"] = [{"step": 0, "best": best}, {"step": 1000, "best": best}]
+    html = page(write_run(tmp_path, with_panel=shown))
+    assert "before training: guess &lt;5&gt;" in html and "at step 1,000: guess &lt;1&gt; <span" in html
+    shown["earlier"][0]["best"] = best[:2]
+    assert "panel.json could not be read" in page(write_run(tmp_path, with_panel=shown))
 
 
 def test_what_the_features_of_locked_towers_cost(tmp_path: Path):

@@ -1,7 +1,7 @@
 """Evaluation of a model: retrieval, zero-shot classification, and examples for the report."""
 
 from leanclip.evaluation.embed import Embedded, EvaluationSettings, embed
-from leanclip.evaluation.example_panel import hardest_negatives, retrieval_panel
+from leanclip.evaluation.example_panel import earlier_best, hardest_negatives, retrieval_panel
 from leanclip.evaluation.labelled_sets import LabelledSet, bundled_groups, labelled_sets, open_imagenet, open_labelled
 from leanclip.evaluation.prompts import Prompts, prompts_for
 from leanclip.evaluation.retrieval import RECALLS, retrieval_metrics
@@ -16,6 +16,7 @@ __all__ = [
     "Prompts",
     "bundled_groups",
     "classify",
+    "earlier_best",
     "embed",
     "hardest_negatives",
     "labelled_sets",

@@ -16,6 +16,7 @@ NEGATIVE_PIXELS = 96
 SEARCHED = 2000  # images searched for hard negatives, so that a large set costs no more than a small one
 DEPTH = 32  # nearest captions of an image among which wrong ones are searched: more than any image has itself
 TILE = 1 << 24  # scores that exist at a time
+POINTS = 3  # of training before the last, at which the best captions are kept
 
 
 def retrieval_panel(data: Subset, embedded: Embedded, *, images: int = 12, matches: int = 5) -> list[dict[str, Any]]:
@@ -30,6 +31,22 @@ def retrieval_panel(data: Subset, embedded: Embedded, *, images: int = 12, match
         small = thumbnail(data.source, embedded.ids[row], PANEL_PIXELS)
         panel.append(small | {"caption": captions_of[row][0], "matches": nearest})
     return panel
+
+
+def earlier_best(previous: dict[str, Any], step: int) -> list[dict[str, Any]]:
+    """The best caption of each image of a panel at earlier points of training, the first one and others in between.
+
+    `previous` is the panel before, of the same images; it has those of the points before it.
+    """
+    last = {"step": previous["step"], "best": [image["matches"][0] for image in previous["images"]]}
+    points = [
+        p for p in (*previous.get("earlier", ()), last) if p["step"] < step and len(p["best"]) == len(last["best"])
+    ]
+    while len(points) > POINTS:  # without the one whose neighbours are closest to each other
+        steps = [*(point["step"] for point in points), step]
+        gaps = [steps[i + 1] - steps[i - 1] for i in range(1, len(points))]
+        del points[1 + gaps.index(min(gaps))]
+    return points
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ ZERO_SHOT = {"top1": "top-1", "top5": "top-5", "mean_per_class_recall": "mean pe
 NOT_CURVES = {"kind", "step", "epoch", "samples", "seconds", "wrong_pairs"}
 TAU = "Temperature \N{GREEK SMALL LETTER TAU}"
 QUANTILES = {"95 %": 0.95, "median": 0.5, "5 %": 0.05}
+STUDENT = {1: 12.7, 2: 4.3, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31}  # 97.5 %, by degrees of freedom
 
 Points = tuple[Sequence[float], Sequence[float]]
 
@@ -245,6 +247,32 @@ def evaluation_charts(run: RunData) -> list[Chart]:
             chart = Chart(title=title, series=series, unit=" %", from_zero=True, markers=True, references=references)
             charts += [chart] if series else []
     return charts
+
+
+def trend_charts(run: RunData) -> list[Chart]:
+    """Is it still learning? Held-out recall with a straight line through the last third, and what that says.
+
+    None with fewer than three evaluations there.
+    """
+    key = "text_to_image_recall@10"
+    points = [(e.step, 100 * e.value(key)) for e in run.evaluations if e.set == "val" and math.isfinite(e.value(key))]
+    last = [(step, value) for step, value in points if 3 * step >= 2 * points[-1][0]]
+    if len(last) < 3:
+        return []
+    steps, values = zip(*last, strict=True)
+    slope, start = statistics.linear_regression(steps, values)
+    fitted = [start + slope * step for step in steps]
+    residual = math.dist(values, fitted) / math.sqrt(len(last) - 2)
+    spread = math.sqrt(sum((step - statistics.fmean(steps)) ** 2 for step in steps))
+    span = steps[-1] - steps[0]
+    change, margin = slope * span, STUDENT.get(len(last) - 2, 2.0) * residual / spread * span
+    verdict = "Still learning" if change > margin else "Getting worse" if change < -margin else "No clear change"
+    note = f"{verdict}: {change:+.1f} \N{PLUS-MINUS SIGN} {margin:.1f} points over the last third of the steps so far"
+    note += f" (a straight line through {len(last)} evaluations, 95 % interval)."
+    lines = {"recall@10": zip(*points, strict=True), "last third": (steps, fitted)}
+    series = [Series(name=name, x=x, y=y) for name, (x, y) in lines.items()]
+    title = "Is it still learning? Text to image recall on val (%)"
+    return [Chart(title=title, series=series, unit=" %", from_zero=True, markers=True, note=note)]
 
 
 def compared_evaluations(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart]:

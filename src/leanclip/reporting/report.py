@@ -76,7 +76,7 @@ def run_page(run: RunData) -> dict[str, Any]:
         "figures": figures,
         "tile_columns": math.ceil(len(figures) / math.ceil(len(figures) / MAX_TILES)),
         "training_charts": list(map(draw, curves.training_charts([run], [run.name]))),
-        "evaluation_charts": list(map(draw, curves.evaluation_charts(run))),
+        "evaluation_charts": list(map(draw, [*curves.trend_charts(run), *curves.evaluation_charts(run)])),
         "histograms": list(map(draw, curves.histogram_charts([run], [run.name]))),
         "tables": report_sections.tables(run),
         "pair_weights": pair_weights_section(run),

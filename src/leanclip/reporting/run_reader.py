@@ -54,6 +54,7 @@ class Panel:
     set: str
     images: tuple[PanelEntry, ...]
     hardest: tuple[PanelEntry, ...]
+    earlier: tuple[tuple[int, tuple[PanelEntry, ...]], ...]  # by step: the best caption of each image
 
     @property
     def correct(self) -> int:
@@ -322,11 +323,16 @@ def read_part(path: Path, parse: Callable[[dict[str, Any]], T], problems: list[s
 
 
 def parse_panel(value: Mapping[str, Any]) -> Panel:
+    images = tuple(parse_entry(entry, "matches") for entry in value["images"])
+    earlier = tuple((whole(p["step"]), tuple(map(parse_entry, p["best"]))) for p in value.get("earlier", ()))
+    if any(len(best) != len(images) for _, best in earlier):
+        raise ValueError("one caption per image")
     return Panel(
         step=whole(value["step"]),
         set=str(value.get("set", "val")),
-        images=tuple(parse_entry(entry, "matches") for entry in value["images"]),
+        images=images,
         hardest=tuple(parse_entry(entry, "negatives") for entry in value.get("hardest", ())),
+        earlier=earlier,
     )
 
 

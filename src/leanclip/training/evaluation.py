@@ -2,18 +2,22 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from typing import Any
 
 from leanclip.data import Subset
+from leanclip.errors import UserError
 from leanclip.evaluation import (
     EvaluationSettings,
     classify,
+    earlier_best,
     embed,
     hardest_negatives,
     retrieval_metrics,
     retrieval_panel,
     summary,
 )
+from leanclip.filesystem import read_json
 from leanclip.runs.metrics import BEFORE, finite
 from leanclip.training.run_output import RunOutput
 from leanclip.training.setup import Job
@@ -55,6 +59,7 @@ class HeldOutData:
                 "images": retrieval_panel(data, embedded),
                 "hardest": hardest_negatives(data, embedded),
             }
+            panel["earlier"] = self.earlier_best(panel)
             self.output.write(self.output.directory.panel, json.dumps(finite(panel)))
         self.output.print(
             f"step {step}{self.averaged}: held-out recall@10"
@@ -62,6 +67,14 @@ class HeldOutData:
             f" image-to-text {metrics['image_to_text_recall@10']:.1%}"
         )
         return metrics
+
+    def earlier_best(self, panel: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """From the panel in the run directory, if that shows the same images."""
+        with suppress(UserError, KeyError, TypeError, ValueError, IndexError, AttributeError):  # missing or damaged
+            previous = read_json(self.output.directory.panel)
+            if [entry["image"] for entry in previous["images"]] == [entry["image"] for entry in panel["images"]]:
+                return earlier_best(previous, panel["step"])
+        return []
 
     def zero_shot(self, step: int, epoch: float) -> dict[str, float]:
         """Accuracy and confusions on the labelled sets."""
