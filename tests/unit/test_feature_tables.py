@@ -4,6 +4,7 @@ import json
 import pickle
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -174,6 +175,9 @@ def test_evaluation_reads_features_and_gives_the_same_embeddings(tmp_path, held_
     with torch.no_grad():
         job.model.clip.visual.conv1.weight.zero_()  # the tower does not run
         embedded = embed(job.model, job.data.val, settings, features=job.val_features)
+        autocast = replace(settings, autocast=torch.autocast("cpu", torch.bfloat16))
+        rounded = embed(job.model, job.data.val, autocast, features=job.val_features)
+    torch.testing.assert_close(rounded.images, embedded.images, rtol=0, atol=2e-2)
     assert embedded.ids == expected.ids and embedded.captions == expected.captions
     assert embedded.broken == expected.broken == ("val_data" in held_out)
     torch.testing.assert_close(embedded.images, expected.images, rtol=0, atol=2e-3)

@@ -243,7 +243,7 @@ class _EvaluationBatches(Dataset):
 
     def _image(self, index: int) -> Tensor:
         if self.features is not None:
-            return torch.from_numpy(self.features.view(index, 0).copy())
+            return torch.from_numpy(self.features.view(index, 0).astype(np.float32))  # autocast stacks no float16
         content = self.source.image_bytes(index)
         with naming(self.source, index):
             return self.transform(content, None)
