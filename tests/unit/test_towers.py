@@ -57,7 +57,9 @@ def test_two_towers_make_a_model(bert, timm_weights):
     assert model.clip.visual.image_size == (160, 160)
     assert [tower.weights for tower in model.summary()] == [str(timm_weights / "test_vit.safetensors"), str(bert)]
     assert type(model.clip.visual.head.proj) is torch.nn.Linear and type(model.clip.text.proj) is torch.nn.Linear
-    other = towers(bert, timm_weights, head="mlp", image_mean=(0.1, 0.2, 0.3))
+    other = towers(bert, timm_weights, head="mlp", image_mean=(0.1, 0.2, 0.3), embed_dim=24).eval()
+    assert other.encode_image(torch.randn(2, 3, 160, 160)).shape == (2, 24)
+    assert other.encode_text(other.tokenizer(["a", "b"])).shape == (2, 24)
     assert hasattr(other.clip.visual.head, "mlp") and len(other.clip.text.proj) == 3
     assert other.image_mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
 
@@ -116,7 +118,7 @@ def test_a_trained_pair_of_towers_needs_nothing_else(bert, timm_weights, tmp_pat
     source = shutil.copytree(bert, tmp_path / "source")
     flags = [*TRAIN, "--image-tower", "timm:test_efficientnet", "--text-tower", f"hf:{source}", "--pretrained-image",
              timm_weights / "test_efficientnet.safetensors", "--pretrained-text", source, "--force-image-size", 32,
-             "--lock-image", "--logs", tmp_path, "--name", "run"]  # fmt: skip
+             "--lock-image", "--embed-dim", 40, "--logs", tmp_path, "--name", "run"]  # fmt: skip
     assert command(*flags) == 0
     assert f"timm:test_efficientnet + hf:{source}" in capsys.readouterr().out  # the summary names the towers
     shutil.rmtree(source)
@@ -125,6 +127,7 @@ def test_a_trained_pair_of_towers_needs_nothing_else(bert, timm_weights, tmp_pat
     )
     ours, _, tokenizer = leanclip.load(tmp_path / "run")
     assert ours.clip.visual.image_size == (32, 32) and ours.preprocess.std == [0.229, 0.224, 0.225]
+    assert ours.config["embed_dim"] == 40
     pixels = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         image, text = ours.encode_image(pixels), ours.encode_text(tokenizer(TEXTS))
@@ -177,6 +180,7 @@ def test_towers_that_do_not_fit_are_one_line(bert, timm_weights, tmp_path, capsy
     code, line = refused(text_tower=f"hf:{tmp_path}")
     assert code == "model.unsupported_text_tower" and "roberta" in line
     assert "--pretrained-image" in refused(image_tower="timm:test_vit", pretrained=vit)[1]
+    assert refused(embed_dim=64)[0] == refused(image_tower="timm:test_vit", embed_dim=0)[0] == "config.bad_value"
     assert refused(image_tower="ViT-B-32-quickgelu", text_tower="ViT-B-32")[0] == "model.other_activation"
     assert not (tmp_path / "logs").exists() or not any((tmp_path / "logs").iterdir())
 

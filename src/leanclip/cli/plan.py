@@ -270,7 +270,7 @@ def comparison(option: Option, samples: int) -> Table:
         lambda: loss_from_config(config.run.loss, config.loss, num_samples=samples),
         batch=batch,
         ranks=ranks,
-        dim=model_config_of(config.model.model)[1]["embed_dim"],
+        dim=config.model.embed_dim or model_config_of(config.model.model)[1]["embed_dim"],
     )
     dense = BYTES_PER_PAIR * batch**2
     received = compare_traffic(option.step.sent, ranks=ranks)

@@ -29,6 +29,8 @@ class ModelConfig:
     """Initial weights of the text tower alone: a file, a directory or hf-hub:ORG/NAME."""
     head: Literal["linear", "mlp"] = setting("linear", resume="fixed")
     """The trained projection of timm: and hf: towers."""
+    embed_dim: int | None = setting(None, resume="fixed")
+    """The size of the embeddings of towers that are named one by one. Default: that of --model."""
     lock_image: bool = setting(False, resume="fixed")
     """Freeze the image tower (LiT); its projection is trained."""
     lock_image_unlocked_groups: int = setting(0, resume="fixed")
@@ -124,7 +126,8 @@ class ModelConfig:
     def resumed_from(self, checkpoint: Path) -> "ModelConfig":
         """The settings that load a checkpoint of a run with these. It carries what towers from elsewhere need."""
         model = str(checkpoint / CONFIG_FILE) if self.composed else self.model
-        sources = dict.fromkeys(("image_tower", "text_tower", "pretrained_image", "pretrained_text", "lora_weights"))
+        given = ("image_tower", "text_tower", "pretrained_image", "pretrained_text", "lora_weights", "embed_dim")
+        sources = dict.fromkeys(given)
         return replace(self, model=model, pretrained=str(checkpoint), **sources)
 
     def __post_init__(self) -> None:
@@ -136,6 +139,10 @@ class ModelConfig:
             "aug_scale": (
                 self.aug_scale and not 0 < self.aug_scale[0] <= self.aug_scale[1] <= 1,
                 "two shares in (0, 1]",
+            ),
+            "embed_dim": (
+                self.embed_dim is not None and (self.embed_dim < 1 or not self.composed),
+                "at least 1, and with --image-tower or --text-tower",
             ),
             "lock_image_unlocked_groups": (
                 _bad_count(self.lock_image_unlocked_groups, self.lock_image),
