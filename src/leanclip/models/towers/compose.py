@@ -35,13 +35,8 @@ def compose(config: ModelConfig, base: dict[str, Any]) -> tuple[dict[str, Any], 
     if len(set(activations.values())) > 1:
         given = " and ".join(f"{flag} with{'' if quick else 'out'} QuickGELU" for flag, quick in activations.items())
         raise UserError(f"the towers use different activations: {given}", code="model.other_activation")
-    quick_gelu = {"quick_gelu": True} if any(activations.values()) else {}
-    return {
-        "embed_dim": config.embed_dim or base["embed_dim"],
-        **parts,
-        "custom_text": True,
-        **quick_gelu,
-    }, preprocess
+    options = {"custom_text": True} | ({"quick_gelu": True} if any(activations.values()) else {})
+    return {"embed_dim": config.embed_dim or base["embed_dim"], **parts, **options}, preprocess
 
 
 def _timm(name: str, head: str) -> tuple[dict[str, Any], dict[str, Any]]:
