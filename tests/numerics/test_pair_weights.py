@@ -254,3 +254,18 @@ def test_a_fit_of_an_earlier_state_is_made_again():
     assert weights_of(loss).eq(1).all()
     loss.set_epoch(2, 9)
     assert expected.ne(1).any() and torch.equal(weights_of(loss), expected)
+
+
+@pytest.mark.parametrize("noise", [0.8, 2.0, 100.0])
+def test_a_model_that_cannot_tell_right_from_wrong_turns_no_weights_on(noise):
+    """As at the start of a run from scratch: right pairs then score like wrong ones."""
+    draw = torch.Generator().manual_seed(6)
+    image = normalize(torch.randn(SAMPLES, DIM, generator=draw), dim=1)
+    text = normalize(image + noise * torch.randn(SAMPLES, DIM, generator=draw), dim=1)
+    loss = create("infonce")
+    run(loss, image, text, range(2))
+    loss.set_epoch(2, 9)
+    assert loss.pair_weights is not None
+    refit = loss.pair_weights.take_refit()
+    assert refit is not None and refit.wrong_pairs > 0.1 and not refit.on and weights_of(loss).eq(1).all()
+    assert "does not tell" in refit.described

@@ -69,9 +69,11 @@ class Refit(NamedTuple):
 
     @property
     def described(self) -> str:
-        state = "on" if self.on else "off"
-        reason = "" if self.on else f" (up to {SMALLEST_SHARE:.0%} they stay off)"
-        return f"pair weights: {self.wrong_pairs:.1%} of the pairs look wrong; weights are {state}{reason}"
+        reason = f" (up to {SMALLEST_SHARE:.0%} they stay off)"
+        if self.wrong_pairs > SMALLEST_SHARE:
+            reason = " (the estimate is not certain enough: the model does not tell right from wrong yet)"
+        state = "on" if self.on else f"off{reason}"
+        return f"pair weights: {self.wrong_pairs:.1%} of the pairs look wrong; weights are {state}"
 
 
 class PairWeights(nn.Module):
@@ -129,11 +131,11 @@ class PairWeights(nn.Module):
             return
         counts = count_scores(state.table("score"), state.table("scored"))
         counts = state.ranks.sum(counts, purpose="pair weights").cpu().double()
-        if (share := wrong_share(counts, state.get_buffer(NULL))) is None:
+        if (wrong := gate(counts, state.get_buffer(NULL))) is None:
             self.fit[-1] = turn
             return
-        fit = fit_two_normals(counts)
-        used = share > SMALLEST_SHARE or not self.gated
+        share, fit = wrong.share, fit_two_normals(counts)
+        used = wrong.open or not self.gated
         self.fit.copy_(torch.tensor([float(used), *fit, share, float(turn)]))
         logged = counts.view(LOGGED_BINS, -1).sum(1).long().tolist()
         self._refit = Refit(used, share, fit, tuple(logged))
@@ -185,12 +187,27 @@ def log_odds(
     return lower - upper
 
 
-def wrong_share(counts: Tensor, null: Tensor) -> float | None:
-    """The gate's estimate, on the host; None without two scores, or without any of a wrong pair."""
+class Gate(NamedTuple):
+    share: float  # of wrong pairs, estimated
+    open: bool  # whether enough of them are wrong, and the model can tell
+
+
+def gate(counts: Tensor, null: Tensor) -> Gate | None:
+    """On the host; None without two scores, or without any of a wrong pair.
+
+    Where a model can hardly tell right from wrong, right pairs lie beyond the mean of wrong ones, too; as many then
+    lie as far below the median. So the gate stays closed if these are half as many. The share has to be above the
+    limit by its standard error.
+    """
     null_sum, null_number = null.tolist()
-    if null_number == 0 or counts.sum() < 2:
+    total = float(counts.sum())
+    if null_number == 0 or total < 2:
         return None
-    return min(1.0, 2 * float(counts[_centres() > null_sum / null_number].sum() / counts.sum()))
+    x, mean = _centres(), null_sum / null_number
+    median = float(x[int((counts.cumsum(0) < total / 2).sum())])
+    beyond, mirrored = float(counts[x > mean].sum()), float(counts[x < 2 * median - mean].sum())
+    share, error = min(1.0, 2 * beyond / total), 2 * math.sqrt(beyond) / total
+    return Gate(share, share - error > SMALLEST_SHARE and mirrored < beyond / 2)
 
 
 def count_scores(score: Tensor, scored: Tensor, min_visits: int = MIN_VISITS) -> Tensor:

@@ -17,7 +17,7 @@ from leanclip.errors import UserError
 from leanclip.evaluation import EvaluationSettings
 from leanclip.evaluation.embed import embed_texts, embedded_batches, inference
 from leanclip.losses import create_loss
-from leanclip.losses.pair_weights import MIN_VISITS, count_scores, fit_two_normals, log_odds, wrong_share
+from leanclip.losses.pair_weights import MIN_VISITS, count_scores, fit_two_normals, gate, log_odds
 from leanclip.models import TwoTower
 
 NAMES = ("score", "scored", "null")
@@ -88,13 +88,13 @@ def judge(score: Tensor, scored: Tensor, null: Tensor) -> Scores:
     alone calls some pairs wrong in any data."""
     visits = int(scored.max()) if len(scored) else 0
     counts = count_scores(score, scored, min(MIN_VISITS, max(1, visits))).double()
-    share = wrong_share(counts, null)
-    if share is None:
+    wrong = gate(counts, null)
+    if wrong is None:
         raise UserError("the run has not scored its pairs yet; train it longer", code="suspects.no_scores")
-    fit = fit_two_normals(counts)
+    share, fit = wrong.share, fit_two_normals(counts)
     odds = log_odds(score.float(), *torch.tensor(fit))
-    wrong = torch.sigmoid(_logit(share) - _logit(fit.share) - odds)
-    return Scores(score.float().numpy(), wrong.numpy(), (scored > 0).numpy(), share)
+    probability = torch.sigmoid(_logit(share) - _logit(fit.share) - odds)
+    return Scores(score.float().numpy(), probability.numpy(), (scored > 0).numpy(), share)
 
 
 def _logit(share: float) -> float:
