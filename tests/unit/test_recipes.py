@@ -58,7 +58,7 @@ def header(name: str) -> list[str]:
 
 def test_every_published_setting_has_its_recipe():
     assert set(PUBLISHED_NAMES) == set(RESULTS)
-    assert {"small", "finetune", "lit", "heads"} <= set(NAMES)
+    assert {"small", "finetune", "lit", "heads", "lora"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "demo"])
@@ -137,6 +137,7 @@ FINE_TUNING = {  # by recipe: the code without weights, and which trunks are tra
     "finetune": ("recipe.needs_weights", {"image", "text"}),
     "lit": ("model.locked_without_weights", {"text"}),
     "heads": ("model.locked_without_weights", set()),
+    "lora": ("lora.without_weights", {"image", "text"}),
 }
 
 
@@ -162,5 +163,5 @@ def test_fine_tuning_of_a_small_model(name, small_run, tmp_path, monkeypatch):
         FINE_TUNING[name][1]
     )
     tables = json.loads((tmp_path / "run/run.json").read_text())["features"]
-    assert set(tables) == {"finetune": set(), "lit": {"images"}, "heads": {"images", "texts"}}[name]
+    assert set(tables) == {"lit": {"images"}, "heads": {"images", "texts"}}.get(name, set())
     assert all(table["rows"] >= 200 and table["seconds"] > 0 for table in tables.values())

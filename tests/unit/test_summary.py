@@ -108,6 +108,9 @@ def test_projections_alone_and_towers_from_elsewhere_have_the_rules_values():
     one = filled(pretrained="x", lora_text=8, global_batch_size=256).optim
     assert (one.lr, one.lr_image, one.lr_text) == (1e-5, None, 1e-4)
     assert filled(pretrained="x", lora_text=8, lr=1e-3).optim.lr_text is None
+    towers = {"image_tower": "timm:vit_small_patch16_224", "pretrained_image": "x", "pretrained_text": "x"}
+    new = filled(**towers, lora_image=8, lora_text=8, global_batch_size=256).optim
+    assert (new.lr, new.lr_head, new.lr_image) == (1e-4, 5e-4, None)
     assert filled().run.loss == "fastclip-v3"
 
 

@@ -138,12 +138,21 @@ def _rates_from_weights(model: ModelConfig) -> dict[str, float]:
 
 
 def _adapter_rates(config: TrainConfig, batch: int) -> dict[str, float]:
-    """The rates of towers with adapters beside a tower that is trained itself, whose rate is lower."""
-    if config.optim.lr is not None or config.model.adapters_only:
+    """Where --lr is open: of adapters beside a tower that is trained itself, whose rate is lower, and of new
+    projections behind adapters."""
+    if config.optim.lr is not None:
         return {}
-    ranks = {"lr_image": config.model.lora_image, "lr_text": config.model.lora_text}
-    rate = ADAPTERS["lr"] * min(1.0, math.sqrt(batch / ADAPTERS["batch"]))
-    return {name: rate for name, rank in ranks.items() if rank and getattr(config.optim, name) is None}
+    model, new_projections = config.model, config.model.adapters_only and config.model.composed
+    rules = {
+        "lr_image": ADAPTERS if model.lora_image and not model.adapters_only else None,
+        "lr_text": ADAPTERS if model.lora_text and not model.adapters_only else None,
+        "lr_head": HEADS if new_projections else None,
+    }
+    return {
+        name: rule["lr"] * min(1.0, math.sqrt(batch / rule["batch"]))
+        for name, rule in rules.items()
+        if rule is not None and getattr(config.optim, name) is None
+    }
 
 
 def default_name(config: TrainConfig) -> str:

@@ -21,7 +21,7 @@ from leanclip.runs.config import AUTO_LOSS, TrainConfig
 from leanclip.runs.defaults import fill, loss_name, total_steps
 from leanclip.runs.trackers import check_trackers
 
-FILLED_RATES = ("lr", "lr_image", "lr_text", "warmup")  # where a run starts from weights
+FILLED_RATES = ("lr", "lr_image", "lr_text", "lr_head", "warmup")  # where a run starts from weights
 
 
 @dataclass(frozen=True, kw_only=True)
