@@ -19,6 +19,7 @@ from leanclip.data.source import (
     Packable,
     clean_captions,
     file_identity,
+    kept_fields,
     manifest_version,
     read_image,
 )
@@ -58,7 +59,7 @@ class Table(Packable):
         self._columns, self._column_count = columns, len(columns)
         self._image_column, self._caption_column = columns.index(image_key), columns.index(caption_key)
         self._starts, paths, self._checksum = self._scan(start)
-        self._groups = _group(paths) if self.version > 1 else None
+        self._groups = group_rows(paths) if self.version > 1 else None
         if len(self) == 0:
             raise UserError(
                 f"{self.path} has a header and no rows; give one row for each image", code="data.no_samples"
@@ -95,6 +96,10 @@ class Table(Packable):
                 code="data.missing_column",
             )
         return self._fields(self._rows_of(index)[0])[self._columns.index(key)].strip()
+
+    def fields(self, index: int) -> dict[str, str]:
+        columns = dict(zip(self._columns, map(str.strip, self._fields(self._rows_of(index)[0])), strict=True))
+        return kept_fields(columns, without=(self._columns[self._image_column], self._columns[self._caption_column]))
 
     def file(self, index: int) -> str:
         return str(self.path)
@@ -237,7 +242,7 @@ def _read_header(
     )
 
 
-def _group(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+def group_rows(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """The rows sorted by sample, and where each sample begins. Equal numbers are one sample; samples are in the order
     of their first rows. None if every row is a sample."""
     if (np.diff(np.sort(numbers)) != 0).all():

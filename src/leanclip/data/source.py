@@ -1,11 +1,13 @@
 """The interface between a data set and the loader, broken samples, and what sources of the user's own files share."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,6 +19,7 @@ Manifest = list[dict[str, str | int]]  # the files that fix the sample ids of a 
 # the version that they began with.
 MANIFEST_VERSION = 2
 MIN_COUNTED_SAMPLES = 1000  # the broken share is taken of at least this many, so that one early sample stops nothing
+MAX_FIELDS, MAX_FIELD_CHARACTERS = 64, 1000  # of metadata that packed data keep
 MAX_EXAMPLES = 3  # messages kept for each count of broken samples
 
 
@@ -153,6 +156,29 @@ class Packable(Source):
     def identity(self) -> str:
         """Changes when the files that list the samples change, or the columns that are read."""
         raise NotImplementedError
+
+    def fields(self, index: int) -> dict[str, Any]:
+        """The metadata of a sample beside image and captions, of the first row if it has several."""
+        return {}
+
+
+def kept_fields(values: Mapping[str, Any], *, without: Iterable[str]) -> dict[str, Any]:
+    """Metadata that packed data keep: numbers, booleans and short strings. Nulls, long texts and the rest are not."""
+    left_out = {*without, "captions"}
+    kept = {
+        name: value
+        for name, value in values.items()
+        if name not in left_out and len(name) <= MAX_FIELD_CHARACTERS and _is_kept(value)
+    }
+    return dict(islice(kept.items(), MAX_FIELDS))
+
+
+def _is_kept(value: object) -> bool:
+    if isinstance(value, str):
+        return 0 < len(value) <= MAX_FIELD_CHARACTERS
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and value.bit_length() <= 64
 
 
 def file_identity(path: Path) -> str:

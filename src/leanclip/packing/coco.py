@@ -1,9 +1,10 @@
 """COCO captions, a JSON of images and annotations, as a source to pack."""
 
 from pathlib import Path
+from typing import Any
 
 from leanclip.data.files import is_file, is_folder
-from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, read_image
+from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, kept_fields, read_image
 from leanclip.errors import UserError, first_line
 from leanclip.filesystem import read_json
 
@@ -32,6 +33,7 @@ class Coco(Packable):
         if not entries:
             raise UserError(f"{self.path} lists no images", code="pack.no_images")
         self._names = [name if isinstance(name, str) else "" for _, name in entries]
+        self._fields = [kept_fields(image, without=("file_name",)) for image in content["images"]]
         self._captions: list[list[object]] = [[] for _ in entries]
         indices: dict[object, int] = {}
         for index, (image_id, _) in enumerate(entries):
@@ -54,6 +56,9 @@ class Coco(Packable):
         if index in self._duplicates:
             raise BrokenSample("duplicate key", f"{self.name(index)} has the id of an earlier image")
         return clean_captions(self._captions[index], self.name(index))
+
+    def fields(self, index: int) -> dict[str, Any]:
+        return self._fields[index]
 
     def name(self, index: int) -> str:
         return f"{self._names[index]} of {self.path}"

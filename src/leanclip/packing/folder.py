@@ -10,7 +10,7 @@ from typing import Any
 
 from leanclip.data.csv_table import read_rows
 from leanclip.data.files import MAX_CAPTION_BYTES, is_folder, read_regular
-from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, read_image
+from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, kept_fields, read_image
 from leanclip.errors import UserError, first_line
 from leanclip.filesystem import parse_json
 
@@ -33,6 +33,7 @@ class Folder(Packable):
         if not is_folder(path):
             raise UserError(f"no such folder: {self.path}", code="data.not_found")
         self._listed: dict[str, list[object]] = {}
+        self._fields: dict[str, dict[str, Any]] = {}  # of listed images
         names: set[str] = set()
         identity = hashlib.blake2b(digest_size=16)
         for folder, subfolders, files in os.walk(self.path, onerror=_refuse_unreadable):
@@ -45,8 +46,9 @@ class Folder(Packable):
                         raise UserError(
                             f"{path} is a link to a file outside {self.path}; remove it", code="pack.link_outside"
                         )
-                    for name, captions in _read_list(path):
+                    for name, captions, fields in _read_list(path):
                         self._listed.setdefault(str(relative / name), []).extend(captions)
+                        self._fields.setdefault(str(relative / name), fields)
                 elif path.suffix.lower() in IMAGE_SUFFIXES:
                     names.add(str(relative / file))
                 elif path.suffix != ".txt":
@@ -81,6 +83,9 @@ class Folder(Packable):
             reason = f"is in no list and has no .txt ({first_line(error)})"
             raise BrokenSample("no caption", f"{self.name(index)} {reason}") from error
 
+    def fields(self, index: int) -> dict[str, Any]:
+        return self._fields.get(self._names[index], {})
+
     def _is_inside(self, file: Path) -> bool:
         """A downloaded folder may contain links to private files elsewhere."""
         return not file.is_symlink() or Path(os.path.realpath(file)).is_relative_to(self.path.resolve())
@@ -101,8 +106,8 @@ def _refuse_unreadable(error: OSError) -> None:
     ) from error
 
 
-def _read_list(path: Path) -> Iterator[tuple[str, list[object]]]:
-    """The image names and captions of a list, in its order; a name may occur several times."""
+def _read_list(path: Path) -> Iterator[tuple[str, list[object], dict[str, Any]]]:
+    """Image name, captions and other fields of each row of a list; a name may occur several times."""
     number = 0
     try:
         text = read_regular(path, MAX_LIST_BYTES).decode("utf-8-sig")
@@ -110,14 +115,18 @@ def _read_list(path: Path) -> Iterator[tuple[str, list[object]]]:
         for row in json_rows if path.suffix == ".jsonl" else _table_rows(path, text):
             number += 1
             if row is None:
-                yield f"row {number} of {path.name}", []  # a sample without image and caption is counted as broken
+                yield (
+                    f"row {number} of {path.name}",
+                    [],
+                    {},
+                )  # a sample without image and caption is counted as broken
                 continue
             name = next(str(row[key]) for key in IMAGE_KEYS if row.get(key) is not None)
             values = [row[key] for key in CAPTION_KEYS if key in row]
             captions = next((value for value in values if value is not None), values[0])
             captions = captions if isinstance(captions, list) else [captions]
             # Flickr8k numbers the captions of an image
-            yield re.sub(r"#\d+$", "", name.strip()), captions
+            yield re.sub(r"#\d+$", "", name.strip()), captions, kept_fields(row, without=(*IMAGE_KEYS, *CAPTION_KEYS))
     except OSError as error:
         raise UserError(f"cannot read {path} ({first_line(error)})", code="data.unreadable") from error
     except UnicodeDecodeError as error:

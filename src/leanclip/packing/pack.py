@@ -109,7 +109,7 @@ def pack(
 @contextmanager
 def _journal(out: Path, source: Packable, config: PackConfig) -> Iterator[IO[str]]:
     """The journal of a folder, locked, at its start; new, or of the same source and settings."""
-    identity = f"{type(source).__name__} {source.identity()}".encode(errors="surrogateescape")
+    identity = f"{type(source).__name__} {source.identity()} with fields".encode(errors="surrogateescape")
     head = {
         "source": hashlib.blake2b(identity, digest_size=16).hexdigest(),
         "samples": len(source),
@@ -207,8 +207,9 @@ def _members(source: Packable, index: int, config: PackConfig) -> list[tuple[str
     content = source.image_bytes(index)
     with naming(source, index):
         members = [_encode(content, config.max_size), ("txt", _utf8(captions[0]))]
-    if len(captions) > 1:
-        members.append(("json", _utf8(json.dumps({"captions": captions}, ensure_ascii=False))))
+    several = {"captions": captions} if len(captions) > 1 else {}
+    if content := source.fields(index) | several:
+        members.append(("json", _utf8(json.dumps(content, ensure_ascii=False))))
     return members
 
 
