@@ -31,6 +31,7 @@ from leanclip.inference import SavedModel, interpolated, start_of
 from leanclip.models import TwoTower
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.settings import common
+from leanclip.worker_pool import MOST_WORKERS
 
 TIMEOUT = 1800.0  # seconds that one process waits for another
 
@@ -77,6 +78,8 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1")
+        if not 0 <= (self.workers or 0) <= MOST_WORKERS:
+            raise ValueError(f"workers is {self.workers}; it must be from 0 to {MOST_WORKERS}")
         if self.suite_data and self.suite is None:
             raise ValueError("--suite-data needs --suite clip_benchmark")
 

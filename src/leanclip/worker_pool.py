@@ -16,6 +16,7 @@ Result = TypeVar("Result")
 Tick = Callable[[], None]
 """A task calls this once for each finished unit of its work."""
 
+MOST_WORKERS = 512  # of one process: more is a mistake, and would exhaust memory
 TICKS_AT_ONCE = 16
 POLL_SECONDS = 0.2
 

@@ -68,7 +68,7 @@ def test_refusals_of_the_command_line(arguments, code, capsys, tmp_path, monkeyp
         (train("--model", "absent.json"), ["absent.json"]),
         (train("--loss", "infonse"), ["infonse", "infonce", "fastclip-v3"]),
         (train("--train-data", "pack.jsonl"), ["pack.jsonl"]),
-        (train("--tau", "0.001"), ["0.001", "tau_min", "0.01"]),
+        (train("--tau", "0.001"), ["0.001", "--tau-min", "0.01"]),
         (train("--opt", "adan"), ["--opt", "adan"]),
         (train("--opt", "adamww"), ["adamww", "adamw"]),
         (train("--rho", "3"), ["infonce", "rho", "tau"]),
@@ -228,3 +228,22 @@ def test_another_broken_pipe_is_an_error(monkeypatch):
         monkeypatch.setattr(sys, "stdout", output)
         with pytest.raises(BrokenPipeError):
             main(["train"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        (train("--lock-text-unlocked-layers", "2"), ["--lock-text-unlocked-layers is 2", "--lock-text"]),
+        (train("--workers", "100000"), ["--workers is 100000", "512"]),
+        (train("--threads", "100000"), ["--threads is 100000"]),
+        (train("--tau", "-1"), ["--tau is -1"]),
+        (train("--loss", "infonce", "--gamma-min", "0.2"), ["no hyper-parameter --gamma-min", "--tau-max"]),
+        (train("--report-to", "mlflow"), ["--report-to names 'mlflow'"]),
+        (train("--zero-shot", ""), ["--zero-shot is empty"]),
+        (["evaluate", "x", "--workers", "100000"], ["--workers is 100000"]),
+        (["data", "check", "synthetic:5", "--workers", "100000"], ["--workers is 100000"]),
+    ],
+)
+def test_messages_name_flags_as_they_are_typed(arguments, flags, capsys):
+    line = refusal(arguments, capsys)
+    assert all(flag in line for flag in flags), line

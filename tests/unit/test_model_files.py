@@ -6,6 +6,7 @@ import math
 import random
 import zipfile
 
+import huggingface_hub
 import open_clip
 import pytest
 import torch
@@ -189,6 +190,24 @@ def test_a_hub_name_without_network_is_one_line(tmp_path, monkeypatch, capsys):
     for flags in (["--model", "hf-hub:some/model"], ["--model", "ViT-B-32", "--pretrained", "hf-hub:some/model"]):
         line = refusal([*TRAIN, *flags, "--logs", str(tmp_path / "logs")], capsys)
         assert refusal_code(line) == "hub.unavailable" and "hf-hub:some/model" in line and "network" in line
+
+
+def test_an_unreachable_hub_is_not_asked_again_and_again(tmp_path, monkeypatch, capsys):
+    """Its library retries every request for half a minute."""
+    refused = []
+
+    def refuse(address, timeout):
+        refused.append((address, timeout))
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("leanclip.models.open_clip_api.getproxies", dict)
+    monkeypatch.setattr("leanclip.models.open_clip_api.socket.create_connection", refuse)
+    line = refusal([*TRAIN, "--model", "hf-hub:some/model", "--logs", str(tmp_path / "logs")], capsys)
+    assert line.endswith("[hub.unavailable]") and "cannot be reached" in line
+    assert [address for address, _ in refused] == [("huggingface.co", 443)] and refused[0][1] < 5
+    assert huggingface_hub.constants.HF_HUB_OFFLINE  # its library asks nothing either
 
 
 def test_a_hub_name_is_found_in_the_cache(tmp_path, monkeypatch):

@@ -180,7 +180,7 @@ def test_measured_passes_leave_no_trace(free_threads, tmp_path):
     measured = set_up(parse_command(flags).settings)
     fixed = set_up(parse_command([*flags, "--threads", "1"]).settings)
     assert measured.threads in (1, 2) and measured.seconds_per_step is not None and measured.seconds_per_step > 0
-    assert fixed.threads == torch.get_num_threads() == 1 and fixed.seconds_per_step is None
+    assert fixed.threads == torch.get_num_threads() == 1 and (fixed.seconds_per_step or 0) > 0
     assert any("CPU threads" in note for note in measured.notes) and not fixed.notes
     expected = fixed.state.tensors()
     for name, tensor in measured.state.tensors().items():
@@ -203,3 +203,17 @@ def test_a_resumed_run_keeps_its_threads(free_threads, tmp_path, monkeypatch):
     assert "--threads 1, the run has 2" in job_of(tmp_path, resume="auto", threads=1).notes[0]
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # another machine
     assert job_of(tmp_path, resume="auto").threads == 1
+
+
+def test_the_log_says_what_decided_the_threads(free_threads, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    job = job_of(tmp_path)
+    assert job.threads == 1 and (job.seconds_per_step or 0) > 0  # from which the summary expects a time
+    assert any("1, as OMP_NUM_THREADS says" in note for note in job.notes)
+    measured = []
+    monkeypatch.setattr(probe, "_measured_pass", lambda *_: measured.append)
+    many = job_of(tmp_path, threads=64)
+    assert many.threads == 64 and any("warning: --threads 64 on 2 cores" in note for note in many.notes)
+    assert not measured  # such a pass may take minutes
+    torch.set_num_threads(1)

@@ -36,7 +36,7 @@ def command(folder, *flags):
 def facts(printed):
     """The lines of the summary, by name."""
     lines = (line.partition(":") for line in printed.splitlines())
-    return {name: text.strip() for name, _, text in lines if name in (*FACTS, "decoder", "expected")}
+    return {name: text.strip() for name, _, text in lines if name in (*FACTS, "captions", "decoder", "expected")}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def weights(tmp_path_factory):
 def test_a_run_and_its_dry_run_print_the_same_summary(tmp_path, capsys):
     flags = command(tmp_path, "--name", "x", "--loss", "fastclip-v3")
     dry, real = facts(finishes([*flags, "--dry-run"], capsys)), facts(finishes(flags, capsys))
-    assert dry.keys() == real.keys() >= set(FACTS) and len(real) <= 14
+    assert dry.keys() == real.keys() >= set(FACTS) and len(real) <= 15
     measured = {"device", "expected"}  # threads and seconds
     assert all(dry[name] == real[name] for name in real.keys() - measured)
     assert str(tmp_path / "x") in real["run"] and "1,830 samples" in real["data"]
@@ -139,3 +139,11 @@ def test_a_line_of_openclip_says_that_the_loss_is_not_openclips():
     for flags, said in ((line, True), (f"{line} --loss infonce", False), (f"{line} --siglip", False)):
         notes = " / ".join(from_openclip(shlex.split(flags))[1])
         assert ("fastclip-v3, which is not OpenCLIP's; --loss infonce is" in notes) == said
+
+
+def test_captions_that_the_model_cuts_off_are_counted(tmp_path, capsys):
+    flags = command(tmp_path, "--name", "x", "--dry-run")
+    cut = facts(finishes([*flags, "--force-context-length", "8"], capsys))["captions"]
+    share, sampled = cut.split("%")[0], cut.split(" of ")[1].split()[0]
+    assert int(share) > 10 and int(sampled) == 300 and "8 tokens" in cut and "--force-context-length" in cut
+    assert "captions" not in facts(finishes([*flags, "--force-context-length", "32"], capsys))

@@ -5,15 +5,17 @@ import gc
 import importlib
 import multiprocessing
 import os
+import re
 import select
 import signal
 import sys
 import threading
 import time
+from dataclasses import fields
 from types import FrameType, ModuleType
 from typing import NoReturn
 
-from leanclip.errors import UserError, stopped_code
+from leanclip.errors import ArgumentError, UserError, stopped_code
 from leanclip.version import __version__
 
 USAGE = """usage: leanclip COMMAND [options]
@@ -55,7 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
             sys.stdout.flush()  # here, where a broken pipe is caught
     except UserError as error:
         if not error.shown:
-            print(f"leanclip: {_rank()}{error}" + (f" [{error.code}]" if error.code else ""), file=sys.stderr)
+            code = f" [{error.code}]" if error.code else ""
+            print(f"leanclip: {_rank()}{_message(error)}{code}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         hint = "; to continue from the last checkpoint, give the same --name and --resume auto" if training else ""
@@ -68,6 +71,16 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is still in a buffer
         sys.exit(141)  # as after SIGPIPE
+
+
+def _message(error: UserError) -> str:
+    """A loss names its hyper-parameters as Python does: here they are flags."""
+    if not isinstance(error, ArgumentError):
+        return str(error)
+    from leanclip.losses import LossConfig
+
+    names = {field.name: f"--{field.name.replace('_', '-')}" for field in fields(LossConfig)}
+    return re.sub(r"'?\b(\w+)\b'?", lambda word: names.get(word[1], word[0]), str(error))
 
 
 def _stopped_before_training(number: int, _: FrameType | None) -> NoReturn:

@@ -11,6 +11,7 @@ from leanclip.cli import suspects
 from leanclip.cli.parse import parse
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically, writing
+from leanclip.worker_pool import MOST_WORKERS
 
 if TYPE_CHECKING:  # importing torch takes seconds, and --help does not need it
     from leanclip.data.source import Packable
@@ -297,6 +298,6 @@ def _exit_if(too_many: bool, share: float, limit: float, flag: str) -> None:
 def _workers(workers: int | None, samples: int) -> int:
     if workers is None:
         return 1 if samples < MIN_PARALLEL_SAMPLES else min(MAX_DEFAULT_WORKERS, os.cpu_count() or 1)
-    if workers < 0:
-        raise UserError(f"--workers is {workers}; it must be 0 or more", code="data.bad_value")
+    if not 0 <= workers <= MOST_WORKERS:
+        raise UserError(f"--workers is {workers}; it must be from 0 to {MOST_WORKERS}", code="data.bad_value")
     return workers

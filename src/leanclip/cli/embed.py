@@ -12,6 +12,7 @@ from leanclip.distributed import Ranks, detect_launch, device_for, process_group
 from leanclip.evaluation import EvaluationSettings
 from leanclip.progress import make_console
 from leanclip.search.embed import BLOCK, COLUMNS, embed_data
+from leanclip.worker_pool import MOST_WORKERS
 
 DESCRIPTION = """Embed images and captions with a trained model: unit vectors in float16, in .npy files that NumPy
 maps, with the key of every sample. A command that was killed continues when it is given again.
@@ -57,8 +58,8 @@ class EmbedCommand:
     def __post_init__(self) -> None:
         if not 1 <= self.batch_size <= BLOCK:
             raise ValueError(f"batch_size is {self.batch_size}; give 1 to {BLOCK}")
-        if self.workers is not None and self.workers < 0:
-            raise ValueError(f"workers is {self.workers}; it must be 0 or more")
+        if not 0 <= (self.workers or 0) <= MOST_WORKERS:
+            raise ValueError(f"workers is {self.workers}; it must be from 0 to {MOST_WORKERS}")
 
 
 def run(arguments: list[str]) -> None:

@@ -54,7 +54,19 @@ def parse(
     try:
         return assemble(kind, default, typed)
     except ValueError as error:
-        raise UserError(str(error), code="config.bad_value") from error
+        code = error.code if isinstance(error, UserError) else "config.bad_value"
+        raise UserError(with_flags(str(error), sections_of(kind)), code=code) from error
+
+
+def with_flags(message: str, sections: list[Section]) -> str:
+    """A message of a component, which names its fields, with flags in their place: the first word, and words that can
+    be nothing else."""
+    names = {flag.field: flag.name for section in sections for flag in section.flags}
+
+    def replaced(word: re.Match[str]) -> str:
+        return names.get(word[0], word[0]) if word.start() == 0 or "_" in word[0] else word[0]
+
+    return re.sub(r"(?<![\w/.'-])\w+(?![\w/.'-])", replaced, message)
 
 
 def typed_values(sections: list[Section], words: list[str], *, command: str, positionals: bool) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from leanclip.settings import setting
+from leanclip.worker_pool import MOST_WORKERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class DataConfig:
             f"train_data_upsampling_factors is {self.train_data_upsampling_factors!r}; give numbers, as 2::1": (
                 not all(math.isfinite(factor) and factor > 0 for factor in factors)
             ),
-            f"workers is {self.workers}; it must be 0 or more": self.workers < 0,
+            f"workers is {self.workers}; it must be from 0 to {MOST_WORKERS}": not 0 <= self.workers <= MOST_WORKERS,
             f"cache_locked is {self.cache_locked}; give at least 1 view": self.cache_locked is not None
             and self.cache_locked < 1,
         }

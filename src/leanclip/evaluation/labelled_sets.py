@@ -82,6 +82,8 @@ def set_name(path: str) -> str:
 
 def open_labelled(name: str) -> LabelledSet:
     """The set that `--zero-shot` names: shards, a directory in CLIP_benchmark's layout, class folders, or `emoji`."""
+    if not name.strip():
+        raise UserError("--zero-shot is empty; give a folder, shards or emoji", code="zero_shot.not_found")
     with reading(name):
         path = Path(name)
         if name == BUNDLED_NAME and not path.exists():

@@ -3,12 +3,16 @@
 import difflib
 import json
 import logging
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import open_clip
+from huggingface_hub import constants as hub_constants
 from open_clip import hf_configs, timm_model
 from open_clip.pretrained import download_pretrained_from_hf
 from open_clip.tokenizer import SimpleTokenizer, get_clean_fn
@@ -40,6 +44,7 @@ __all__ = [
 
 TimmMlp: Any = timm_model.timm.layers.Mlp  # pyright: ignore[reportPrivateImportUsage]
 HUB = "hf-hub:"
+CONNECT_SECONDS = 3.0  # to the hub
 HEADER_KEY = "open_clip_config"  # in the header of exported weights
 HF_TEXT_MODELS = frozenset(hf_configs.arch_dict)  # the types of transformers' models that open_clip takes
 TEMPLATES = {  # with {} for the name of the class
@@ -68,15 +73,33 @@ def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
 
 def hub_file(name: str, file: str | None = None) -> Path:
     """A file of `hf-hub:ORG/NAME`, by default its weights: from the hub's cache on this machine, or downloaded."""
+    reached = reach_hub()
     try:
         return Path(download_pretrained_from_hf(name.removeprefix(HUB), filename=file))
     except Exception as error:  # of many types, with one remedy
+        unreached = f"{hub_constants.ENDPOINT} cannot be reached, or HF_HUB_OFFLINE is set"
+        reason = "the hub has no such file" if reached else unreached
         raise UserError(
             f"cannot get {file or 'the weights'} of {name}: not in the cache of Hugging Face's hub on this machine"
-            f" (HF_HUB_CACHE), and no such model on the hub, or no network ({first_line(error)}); download it where"
-            " there is a network, or give a local directory",
+            f" (HF_HUB_CACHE), and {reason} ({type(error).__name__}); download it where there is a network, or give a"
+            " local directory",
             code="hub.unavailable",
         ) from error
+
+
+def reach_hub() -> bool:
+    """Whether the hub answers. If not, its library is set to offline: it would retry every file for half a minute."""
+    address = urlsplit(hub_constants.ENDPOINT)
+    if hub_constants.HF_HUB_OFFLINE or not address.hostname:
+        return False
+    if getproxies():  # what they reach is not known
+        return True
+    try:
+        socket.create_connection((address.hostname, address.port or 443), timeout=CONNECT_SECONDS).close()
+    except OSError:
+        hub_constants.HF_HUB_OFFLINE = True
+        return False
+    return True
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -165,6 +188,8 @@ def registered(config: dict[str, Any]) -> Iterator[str]:
     check_architecture(config, "the model's config")
     if {"hf_model_name", "hf_tokenizer_name"} & set(config["text_cfg"]):
         never_run_code()
+        if not Path(config["text_cfg"].get("hf_tokenizer_name") or "-").is_dir():
+            reach_hub()
     name = "leanclip-current"
     open_clip.factory._MODEL_CONFIGS[name] = config
     root = logging.getLogger()

@@ -65,8 +65,12 @@ class TokenCounter:
         self.context_length: int = model_config_of(model)[1]["text_cfg"].get("context_length", 77)
 
     def __call__(self, text: str) -> int:
-        tokenizer = _one_tokenizer(self.model)
-        inner = getattr(tokenizer, "tokenizer", None)  # transformers' own, in open_clip's wrapper
-        if inner is not None:
-            return len(inner(tokenizer.clean_fn(text)).input_ids)
-        return len(tokenizer.encode(text)) + 2
+        return token_count(_one_tokenizer(self.model), text)
+
+
+def token_count(tokenizer: Any, text: str) -> int:
+    """Start and end included, without truncation."""
+    inner = getattr(tokenizer, "tokenizer", None)  # transformers' own, in open_clip's wrapper
+    if inner is not None:
+        return len(inner(tokenizer.clean_fn(text)).input_ids)
+    return len(tokenizer.encode(text)) + 2

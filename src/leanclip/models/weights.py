@@ -19,6 +19,7 @@ from leanclip.models.open_clip_api import (
     model_config_of,
     named_architecture,
     open_clip,
+    reach_hub,
     read_object,
 )
 from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE, find_weights
@@ -66,6 +67,7 @@ def _downloaded(config: ModelConfig, tag: str) -> tuple[Path, dict[str, Any]]:
     if quick_gelu != (model_config_of(config.model)[1].get("quick_gelu", False) or config.force_quick_gelu):
         model = f"{config.model}-quickgelu" if quick_gelu else config.model.removesuffix("-quickgelu")
         raise _other_activation(tag, quick_gelu, model)
+    reach_hub()
     try:
         path = Path(open_clip.download_pretrained(settings))
     except Exception as error:  # of many types, with one remedy

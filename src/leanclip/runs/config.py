@@ -12,6 +12,7 @@ from leanclip.settings import common, setting
 Precision = Literal["amp_bf16", "amp_bfloat16", "amp", "fp32", "fp64"]
 AUTO_LOSS = "auto"
 TRACKERS = ("tensorboard", "wandb")
+MOST_THREADS = 1024
 LONGEST_NAME = 200  # bytes: file systems allow 255, and temporary names are longer
 
 
@@ -165,6 +166,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         _at_least(self, 0, "grad_checkpointing")
         _at_least(self, 1, "micro_batch", "threads")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise ValueError(f"threads is {self.threads}; it must be at most {MOST_THREADS}")
         if not 0 < self.dist_timeout < 1e6:
             raise ValueError(f"dist_timeout is {self.dist_timeout}; give seconds, at most a million")
 

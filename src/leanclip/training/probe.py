@@ -192,26 +192,49 @@ class Threads(NamedTuple):
 def set_threads(
     context: StepContext, model: TwoTower, *, share: int, workers: int, flag: int | None, saved: int | None
 ) -> Threads:
-    """As the flag says, as the run was saved, or the fastest. OMP_NUM_THREADS counts as a choice, too."""
+    """As the flag says, as the run was saved, or the fastest. OMP_NUM_THREADS counts as a choice, too. Where
+    the number is chosen, only the time of a step is measured."""
     ranks, cores = context.ranks, os.cpu_count() or 1
     facts = ranks.all_gather_objects((socket.gethostname(), "OMP_NUM_THREADS" in os.environ))
     on_host = [host for host, _ in facts].count(socket.gethostname())
     # Loader workers and compute threads beyond the number of cores make every step wait for the scheduler.
     most = max(1, min(torch.get_num_threads(), cores // on_host - workers))
     most = min(ranks.all_gather_objects(most))
+    number, notes = None, list[str]()
     if flag is not None:
-        differs = saved not in (None, flag)
-        note = f"resumed with --threads {flag}, the run has {saved}: sums are rounded differently"
-        threads = Threads(flag, notes=(note,) if differs else ())
+        number = flag
+        if saved not in (None, flag):
+            notes.append(f"resumed with --threads {flag}, the run has {saved}: sums are rounded differently")
+        if flag * on_host > cores:
+            processes = f" in each of {on_host} processes" if on_host > 1 else ""
+            notes.append(f"warning: --threads {flag}{processes} on {cores} cores: more threads than cores are slower")
     elif saved is not None and saved <= cores:
-        threads = Threads(saved)
-    elif model.compiled or any(chosen for _, chosen in facts):
-        threads = Threads(torch.get_num_threads() if not model.compiled else most)
+        number = saved
+    elif any(chosen for _, chosen in facts) and not model.compiled:
+        number = torch.get_num_threads()
+        notes.append(f"CPU threads of each process: {number}, as OMP_NUM_THREADS says (--threads sets it)")
+    if model.compiled or (number or 1) * on_host > cores:  # a pass would compile, or take minutes
+        threads = Threads(most if number is None else number, notes=tuple(notes))
     else:
         with _without_trace(context, model):
-            threads = fastest_threads(sorted({1, -(-most // 2), most}), _measured_pass(context, model), share, ranks)
+            measure = _measured_pass(context, model)
+            if number is None:
+                threads = fastest_threads(sorted({1, -(-most // 2), most}), measure, share, ranks)
+            else:
+                threads = Threads(number, _seconds(number, measure, share, ranks), tuple(notes))
     torch.set_num_threads(threads.number)
     return threads
+
+
+def _seconds(threads: int, measure: Callable[[int, int], tuple[float, float]], share: int, ranks: Ranks) -> float:
+    """Of a step, from a pass that is large enough."""
+    size = min(2, share)
+    measure(threads, size)  # allocates
+    seconds, processor = measure(threads, size)
+    while size < share and max(ranks.all_gather_objects(processor)) < PASS_SECONDS:
+        size = min(share, 2 * size)
+        seconds, processor = measure(threads, size)
+    return max(ranks.all_gather_objects(seconds)) * share / size
 
 
 def fastest_threads(

@@ -1,6 +1,9 @@
 """What a run is about to do: a few lines that open its log, and for a dry run one augmented batch as an image."""
 
+import contextlib
+import random
 import textwrap
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -8,22 +11,25 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from leanclip.data import Batch
+from leanclip.data import Batch, BrokenSample
 from leanclip.filesystem import atomic_path, writing
+from leanclip.models.tokenizer import token_count
 from leanclip.runs.run_directory import RunDirectory, environment
 from leanclip.training.setup import Job
 
 SHOWN, COLUMNS = 16, 4
 CELL, GAP = 224, 12  # pixels
+SAMPLED, SAMPLING_SECONDS, HARDLY_ANY = 300, 2.0, 0.01  # samples whose captions are measured; a share of them
 FONT_SIZE, CAPTION_WIDTH, CAPTION_LINES = 16, 26, 4  # pixels, characters
 
 
 def summary(job: Job, directory: RunDirectory) -> list[str]:
-    """The run in at most 14 lines, for its log and for --dry-run. What is not known has no line."""
+    """The run in at most 15 lines, for its log and for --dry-run. What is not known has no line."""
     config, context, decoder = job.config, job.context, job.model.untrained_decoder
     facts = {
         "run": f"{config.run.name}, written to {directory.path}",
         "data": _data(job),
+        "captions": _long_captions(job),
         "held out": f"{len(job.data.val):,} samples" if job.data.val else "none",
         "model": config.model.title,
         **{f"{tower.side} tower": str(tower).partition(": ")[2] for tower in job.model.summary()},
@@ -48,6 +54,26 @@ def _data(job: Job) -> str:
     names, files = job.config.data.train_data or "the bundled emoji", train.source.manifest()
     visits = f", {len(train):,} visits an epoch" if len(train) != len(train.source) else ""
     return f"{names}: {len(train.source):,} samples{visits}" + (f" in {_count(len(files), 'file')}" if files else "")
+
+
+def _long_captions(job: Job) -> str:
+    """How many captions of a sample the model truncates; empty if hardly any."""
+    source, tokenizer = job.data.train.source, job.model.tokenizer
+    context = tokenizer([""]).shape[1]
+    ends = time.monotonic() + SAMPLING_SECONDS
+    lengths: list[int] = []
+    for index in random.Random(0).sample(range(len(source)), min(len(source), SAMPLED)):
+        if time.monotonic() > ends:  # remote data
+            break
+        with contextlib.suppress(BrokenSample):
+            lengths += [token_count(tokenizer, caption) for caption in source.captions(index)]
+    longer = sum(length > context for length in lengths)
+    if longer <= HARDLY_ANY * len(lengths):
+        return ""
+    return (
+        f"{longer / len(lengths):.0%} of {len(lengths):,} sampled are longer than the {context} tokens that the model"
+        f" reads (up to {max(lengths)}): the rest is cut off (--force-context-length sets another)"
+    )
 
 
 def _loss(job: Job) -> str:
