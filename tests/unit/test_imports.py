@@ -40,6 +40,7 @@ ONE_DOOR = {
     "clip_benchmark": "evaluation/clip_benchmark_main.py",
     "wandb": "runs/trackers.py",
     "usearch": "search/approximate.py",
+    "onnxruntime": "models/formats/onnx_towers.py",
 }
 
 

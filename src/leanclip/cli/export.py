@@ -11,7 +11,7 @@ from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically, writing
 from leanclip.inference import SavedModel, find_checkpoint, find_start, interpolated
 from leanclip.models import ModelConfig, TwoTower, create_model, load_model
-from leanclip.models.export import TOLERANCE, export_open_clip, export_transformers
+from leanclip.models.export import export_onnx, export_open_clip, export_transformers
 from leanclip.models.towers.adapter_file import ADAPTER_FILE, merge_adapters
 from leanclip.progress import make_console
 from leanclip.runs import RunDirectory
@@ -23,6 +23,7 @@ DESCRIPTION = """Export a trained model to another library. The export is loaded
   open_clip:     one weights file, OUT.safetensors or OUT.pt.
   transformers:  a directory for CLIPModel.from_pretrained, with tokenizer, image processor and model card;
                  for CLIP's vision transformers only.
+  onnx:          a directory with both towers as ONNX graphs, tokenizer and preprocessing.
   lora:          what a run with adapters trained, without the weights that it froze: a small OUT.safetensors.
 
 No network or account is needed.
@@ -30,6 +31,7 @@ No network or account is needed.
   leanclip export logs/mine mine.safetensors
   leanclip export logs/mine between.safetensors --interpolate 0.5      (half way back to where fine-tuning started)
   leanclip export logs/mine/checkpoints/best mine-hf --format transformers
+  leanclip export logs/mine mine-onnx --format onnx
   leanclip export logs/mine adapters.safetensors --format lora
   leanclip export start.pt mine.safetensors --model ViT-B-32 --lora adapters.safetensors
   leanclip export epoch_32.pt mine-hf --format transformers --model ViT-B-32
@@ -42,8 +44,8 @@ class ExportCommand:
     """A run (its last checkpoint), a checkpoint directory, or a weights file together with --model."""
     out: str
     """The file or directory to write."""
-    format: Literal["open_clip", "transformers", "lora"] = "open_clip"
-    """open_clip: one file. transformers: a CLIPModel directory. lora: a file of adapters."""
+    format: Literal["open_clip", "transformers", "onnx", "lora"] = "open_clip"
+    """open_clip: one file. transformers, onnx: a directory. lora: a file of adapters."""
     model: str | None = None
     """The architecture of a weights file: an open_clip model name, or a config file."""
     lora: str | None = None
@@ -89,10 +91,14 @@ def run(arguments: list[str]) -> None:
         if command.format == "open_clip":
             exported = export_open_clip(model, out, overwrite=command.overwrite)
         else:
-            exported = export_transformers(model, out, lambda: _card(model, source, out.name, note))
+            library = command.format
+            write = {"transformers": export_transformers, "onnx": export_onnx}[library]
+            exported = write(model, out, lambda: _card(model, source, out.name, note, library))
     for path in exported.files:
         console.print(f"wrote {path}")
-    console.print(f"loaded again: embeddings equal to {TOLERANCE:g} (largest difference {exported.difference:.1g})\n")
+    console.print(
+        f"loaded again: embeddings equal to {exported.tolerance:g} (largest difference {exported.difference:.1g})\n"
+    )
     console.print(exported.load)
 
 
@@ -131,20 +137,23 @@ def _check_target(out: Path, command: ExportCommand) -> None:
         return
     if not command.overwrite:
         raise UserError(f"{out} exists; give another name, or --overwrite", code="export.exists")
-    if out.is_dir() != (command.format == "transformers"):
+    if out.is_dir() != (command.format in ("transformers", "onnx")):
         raise UserError(
             f"--format {command.format} writes {'one file' if out.is_dir() else 'a directory'}, which cannot replace"
             f" {out}; give another name",
             code="export.exists",
         )
-    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
+    is_model = any((out / name).is_file() for name in ("config.json", "image.onnx"))
+    if out.is_dir() and any(out.iterdir()) and not is_model:
         raise UserError(
             f"{out} is not a model directory, so --overwrite does not replace it; give another name",
             code="export.exists",
         )
 
 
-def _card(model: TwoTower, source: Path, name: str, note: str | None) -> str:
+def _card(
+    model: TwoTower, source: Path, name: str, note: str | None, library: Literal["transformers", "onnx"]
+) -> str:
     """With a note, the weights are not those that the run evaluated."""
     run = RunDirectory.containing(source)
     size = model.preprocess.size
@@ -160,4 +169,4 @@ def _card(model: TwoTower, source: Path, name: str, note: str | None) -> str:
             "Temperature": f"{model.temperature():.4f}",
         },
     }
-    return model_card(facts, {} if run is None or note else read_results(run.metrics), library="transformers")
+    return model_card(facts, {} if run is None or note else read_results(run.metrics), library=library)

@@ -14,11 +14,12 @@ from leanclip.errors import UserError, first_line
 from leanclip.filesystem import atomic_path, put_back, remove, replace_directory, write_atomically
 from leanclip.models import transformers_clip
 from leanclip.models.build import build_model, is_resized
+from leanclip.models.formats import onnx_towers
 from leanclip.models.open_clip_api import HEADER_KEY, PreprocessCfg, architecture_name
 from leanclip.models.saved import CONFIG_FILE
 from leanclip.models.two_tower import TwoTower
 
-TOLERANCE = 1e-5  # of every entry of a unit vector
+TOLERANCE, ONNX_TOLERANCE = 1e-5, 1e-4  # of every entry of a unit vector
 SUFFIXES = (".safetensors", ".pt")
 SAMPLES = ["a photo of a cat", "two dogs, running!", "", "It's 3.14 café 日本語 🙂", "word " * 100]
 
@@ -28,6 +29,7 @@ class Exported:
     files: list[Path]
     load: str  # Python code that loads the export
     difference: float  # the largest between its embeddings and the model's
+    tolerance: float = TOLERANCE
 
 
 def export_open_clip(model: TwoTower, out: Path, *, overwrite: bool = False) -> Exported:
@@ -72,25 +74,53 @@ def export_transformers(model: TwoTower, out: Path, card: Callable[[], str]) -> 
 
     An existing directory of that name is kept until the new one is complete and compared.
     """
-    temporary = out.with_name(f".{out.name}.tmp")
-    remove(temporary)  # of a process that was killed
-    temporary.mkdir(parents=True)
     config = model.open_clip_config()
-    try:
+
+    def write(directory: Path) -> float:
         transformers_clip.save(
-            temporary, model.clip.state_dict(), config["model_cfg"], config["preprocess_cfg"], model.tokenizer
+            directory, model.clip.state_dict(), config["model_cfg"], config["preprocess_cfg"], model.tokenizer
         )
-        difference = _difference(model, *transformers_clip.load(temporary), str(out))
-        (temporary / "README.md").write_text(card())
-        replace_directory(temporary, out)
-    finally:
-        put_back(out)
-        remove(temporary)
+        return _difference(model, *transformers_clip.load(directory), str(out))
+
+    difference = _write_directory(out, write, card)
     load = (
         "from transformers import CLIPModel, CLIPProcessor\n"
         f"model, processor = CLIPModel.from_pretrained({str(out)!r}), CLIPProcessor.from_pretrained({str(out)!r})"
     )
     return Exported(files=sorted(out.iterdir()), load=load, difference=difference)
+
+
+def export_onnx(model: TwoTower, out: Path, card: Callable[[], str]) -> Exported:
+    """A directory with both towers as ONNX, the tokenizer, the preprocessing and a model card."""
+    pixels = onnx_towers.pixels_of(model, 3)
+
+    def write(directory: Path) -> float:
+        onnx_towers.save(directory, model)
+        encoders = onnx_towers.load(directory, model)
+        return _difference(model, *encoders, str(out), pixels=pixels, tolerance=ONNX_TOLERANCE)
+
+    difference = _write_directory(out, write, card)
+    load = (
+        "import onnxruntime\n"
+        f"image = onnxruntime.InferenceSession({str(out / onnx_towers.IMAGE)!r})  # pixels: uint8 (N, 3, H, W)\n"
+        f"text = onnxruntime.InferenceSession({str(out / onnx_towers.TEXT)!r})  # tokens: int64 (N, L)"
+    )
+    return Exported(files=sorted(out.iterdir()), load=load, difference=difference, tolerance=ONNX_TOLERANCE)
+
+
+def _write_directory(out: Path, write: Callable[[Path], float], card: Callable[[], str]) -> float:
+    """Fill a directory, which gets its name when `write` has compared it. Returns the largest difference."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    remove(temporary)  # of a process that was killed
+    temporary.mkdir(parents=True)
+    try:
+        difference = write(temporary)
+        (temporary / "README.md").write_text(card())
+        replace_directory(temporary, out)
+    finally:
+        put_back(out)
+        remove(temporary)
+    return difference
 
 
 @torch.no_grad()
@@ -99,19 +129,23 @@ def _difference(
     encode_image: Callable[[Tensor], Tensor],
     encode_text: Callable[[list[str]], Tensor],
     out: str,
+    *,
+    pixels: Tensor | None = None,
+    tolerance: float = TOLERANCE,
 ) -> float:
     """The largest difference between the embeddings of the model and of its export, on a few inputs."""
     size: Any = model.preprocess.size
     height, width = (size, size) if isinstance(size, int) else size
-    pixels = torch.randn(3, 3, height, width, generator=torch.Generator().manual_seed(0))
+    if pixels is None:
+        pixels = torch.randn(3, 3, height, width, generator=torch.Generator().manual_seed(0))
     model = model.eval()
     difference = max(
         float((model.encode_image(pixels) - encode_image(pixels)).abs().max()),
         float((model.encode_text(model.tokenizer(SAMPLES)) - encode_text(SAMPLES)).abs().max()),
     )
-    if not difference <= TOLERANCE:
+    if not difference <= tolerance:
         raise UserError(
-            f"{out} was not written: its embeddings are off by {difference:.2g}, more than {TOLERANCE}",
+            f"{out} was not written: its embeddings are off by {difference:.2g}, more than {tolerance}",
             code="export.different",
         )
     return difference

@@ -93,12 +93,25 @@ def save(
         clip = transformers.CLIPModel(transformers.CLIPConfig(**_config(config)))
         clip.load_state_dict(renamed(weights), strict=True)
         clip.save_pretrained(directory)
-        transformers.CLIPTokenizer(
-            vocab={SPECIAL.get(token, token): number for token, number in tokenizer.encoder.items()},
-            merges=list(tokenizer.bpe_ranks),
-            model_max_length=config["text_cfg"].get("context_length", 77),
-        ).save_pretrained(directory)
+        clip_tokenizer(tokenizer, config["text_cfg"].get("context_length", 77)).save_pretrained(directory)
         _image_processor(transformers, preprocess).save_pretrained(directory)
+
+
+def clip_tokenizer(tokenizer: Any, length: int) -> Any:
+    """open_clip's tokenizer as one of transformers."""
+    return _transformers().CLIPTokenizer(
+        vocab={SPECIAL.get(token, token): number for token, number in tokenizer.encoder.items()},
+        merges=list(tokenizer.bpe_ranks),
+        model_max_length=length,
+    )
+
+
+def fast_tokenizer(path: Path) -> Any:
+    """A tokenizer.json, read by the library below transformers."""
+    _transformers()
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
 
 
 def load(directory: Path) -> tuple[Callable[[Tensor], Tensor], Callable[[list[str]], Tensor]]:

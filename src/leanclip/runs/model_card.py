@@ -43,6 +43,23 @@ inputs = processor(text=["a cat", "a dog"], images=Image.open("image.jpg"),
 print(model(**inputs).logits_per_image.softmax(-1))
 ```
 """,
+    "onnx": """## Use
+
+```python
+import numpy as np
+import onnxruntime
+from PIL import Image
+from tokenizers import Tokenizer
+
+# RGB, resized as preprocess.json says; its normalisation is in the graph.
+pixels = np.asarray(Image.open("image.jpg").convert("RGB").resize((WIDTH, HEIGHT))).transpose(2, 0, 1)[None]
+image = onnxruntime.InferenceSession("image.onnx").run(None, {"pixels": pixels})[0]
+texts = Tokenizer.from_file("tokenizer.json").encode_batch(["a cat", "a dog"])
+tokens = np.array([text.ids for text in texts])
+text = onnxruntime.InferenceSession("text.onnx").run(None, {"tokens": tokens})[0]
+print(image @ text.T)
+```
+""",
 }
 
 LIMITS = """## Limits
@@ -58,7 +75,7 @@ def model_card(
     results: Mapping[str, Result],
     *,
     step: int | None = None,
-    library: Literal["open_clip", "transformers"] = "open_clip",
+    library: Literal["open_clip", "transformers", "onnx"] = "open_clip",
 ) -> str:
     """The card after `step` steps: `facts` is the content of run.json, `results` the last evaluation on each set."""
     parts = [
