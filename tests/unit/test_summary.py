@@ -147,3 +147,10 @@ def test_captions_that_the_model_cuts_off_are_counted(tmp_path, capsys):
     share, sampled = cut.split("%")[0], cut.split(" of ")[1].split()[0]
     assert int(share) > 10 and int(sampled) == 300 and "8 tokens" in cut and "--force-context-length" in cut
     assert "captions" not in facts(finishes([*flags, "--force-context-length", "32"], capsys))
+
+
+def test_small_runs_are_described_as_they_are(tmp_path, capsys):
+    flags = command(tmp_path, "--name", "x", "--train-data", "synthetic:40", "--val-split", "0.2", "--workers", "0")
+    lines = facts(finishes([*flags, "--max-steps", "4", "--warmup", "1", "--dry-run"], capsys))
+    assert lines["data"].endswith("40 samples, 8 of them held out") and "after 1 step of" in lines["optimizer"]
+    assert lines["expected"].endswith(" s or more")

@@ -85,6 +85,9 @@ def typed_values(sections: list[Section], words: list[str], *, command: str, pos
         near = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, parser.names(), n=1)), None)
         hint = f"; did you mean {near}?" if near else ""
         raise UserError(f"unknown flag {name}{hint} ({parser.remedy})", code="cli.unknown_flag")
+    for flag in (flag for section in sections for flag in section.flags if flag.positional):
+        if getattr(values, flag.field, None) in ("", [""]):  # which would be the current directory
+            raise UserError(f"{flag.name} is empty ({parser.remedy})", code="cli.missing_argument")
     return vars(values)
 
 

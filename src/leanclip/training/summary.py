@@ -40,7 +40,7 @@ def summary(job: Job, directory: RunDirectory) -> list[str]:
         "steps": f"{job.steps:,}, {job.loader.steps_per_epoch:,} an epoch;"
         f" evaluation {_every(config.run.eval_every)}, checkpoint {_every(config.run.save_every)}",
         "optimizer": f"{config.optim.opt}, learning rate {config.optim.lr:.3g} {config.optim.lr_scheduler} after"
-        f" {config.optim.warmup:,} steps of warm-up, weight decay {config.optim.wd:g}",
+        f" {_count(config.optim.warmup or 0, 'step')} of warm-up, weight decay {config.optim.wd:g}",
         "device": f"{environment(job.device)['device']}, {config.run.precision}"
         + (f", {_count(torch.get_num_threads(), 'thread')}" if job.device.type == "cpu" else "")
         + (", compiled" if job.compiled else ""),
@@ -52,8 +52,11 @@ def summary(job: Job, directory: RunDirectory) -> list[str]:
 def _data(job: Job) -> str:
     train = job.data.train
     names, files = job.config.data.train_data or "the bundled emoji", train.source.manifest()
-    visits = f", {len(train):,} visits an epoch" if len(train) != len(train.source) else ""
-    return f"{names}: {len(train.source):,} samples{visits}" + (f" in {_count(len(files), 'file')}" if files else "")
+    held_out = len(job.data.val) if job.data.val and job.data.val.source is train.source else 0
+    held = f", {held_out:,} of them held out" if held_out else ""
+    visits = f", {len(train):,} visits an epoch" if len(train) != len(train.source) - held_out else ""
+    within = f" in {_count(len(files), 'file')}" if files else ""
+    return f"{names}: {len(train.source):,} samples{within}{held}{visits}"
 
 
 def _long_captions(job: Job) -> str:
@@ -87,14 +90,17 @@ def _loss(job: Job) -> str:
 def _expected(job: Job) -> str:
     """From passes that were measured while the run was set up, without the optimizer and the data."""
     seconds, peak = job.seconds_per_step, job.peak_bytes
-    hours = "" if seconds is None else _duration(seconds * (job.steps - job.position.step))
+    left = job.steps - job.position.step
+    hours = "" if seconds is None or not left else _duration(seconds * left)
     memory = "" if peak is None else f"{peak / 2**30:,.1f} GiB"
     return ", ".join(text for text in (hours, memory) if text)
 
 
 def _duration(seconds: float) -> str:
     minutes = seconds / 60
-    return f"{minutes / 60:,.1f} hours or more" if minutes >= 90 else f"{max(1, round(minutes))} min or more"
+    if minutes >= 90:
+        return f"{minutes / 60:,.1f} hours or more"
+    return f"{round(minutes)} min or more" if minutes >= 1 else f"{max(1, round(seconds))} s or more"
 
 
 def _every(steps: int | None) -> str:
