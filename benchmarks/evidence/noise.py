@@ -11,9 +11,11 @@ as `leanclip train` fills it in. Features and heads in bf16 autocast.
 Search. At 20% exchanged, seed 101, on photographs of neither test set: Flickr8k val and the first 1,000 of the COCO
 shard left out; mean of the four recall@10, last checkpoint. Six trials for each searched arm: learning rates 5e-4,
 1e-3, 2e-3, two temperatures; while the best rate is at an edge, the next rate beyond it with both temperatures, at
-most four times (twice until the seventh row, where the best rate of infonce lay beyond the grid). The rule is the
-same for all arms, the candidate for the default (v1-auto) included. Arms that differ from a searched one in their
-pair weights alone take its values.
+most four times (twice until the seventh row, where the best rate of infonce lay beyond the grid); then, while the
+best temperature is at an edge, the next one (half as much again, or two thirds) at the best rate, at most three times
+(added after 24 rows, where 0.07 was the best of both constant temperatures of infonce). The rule is the same for all
+arms, the candidate for the default (v1-auto) included. Arms that differ from a searched one in their pair weights
+alone take its values.
 
 Comparison. Flickr8k test and COCO val (1,000 photographs each), seeds 201 to 205, each with a draw of its own, last
 checkpoint, mean of the four recall@10, paired by seed. Primaries at 20%: v1-auto against infonce (learned
@@ -65,7 +67,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 SEARCHED = ("infonce", "infonce-constant", "siglip", "dcl-constant", "v1-auto")
 VALUES_OF = {"v1": "v1-auto", "infonce-constant-auto": "infonce-constant", "dcl-constant-auto": "dcl-constant"}
-RATES, MOST_EXTENSIONS = (5e-4, 1e-3, 2e-3), 4
+RATES, MOST_EXTENSIONS, MOST_TEMPERATURES = (5e-4, 1e-3, 2e-3), 4, 3
 TEMPERATURES = {"siglip": (0.05, 0.1)}  # where it starts; it is learned
 USUAL_TEMPERATURES = (0.04, 0.07)
 SEARCH_SEED, SEEDS = 101, range(201, 206)
@@ -159,7 +161,7 @@ def stored() -> dict[Trial, dict[str, str]]:
 
 
 def search_trials(arm: str) -> list[Trial]:
-    """The trials that are due: the grid, and rates beyond an edge at which the best one lies."""
+    """The trials that are due: the grid, then rates and temperatures beyond an edge at which the best one lies."""
     temperatures, rates, done = TEMPERATURES.get(arm, USUAL_TEMPERATURES), list(RATES), stored()
     for _ in range(MOST_EXTENSIONS + 1):
         trials = [Trial("search", arm, lr, tau, 0.2, SEARCH_SEED) for lr in rates for tau in temperatures]
@@ -167,8 +169,14 @@ def search_trials(arm: str) -> list[Trial]:
             return due
         best = max(trials, key=lambda trial: float(done[trial]["mean"])).lr
         if best not in (min(rates), max(rates)):
-            return []
+            break
         rates.append(best / 2 if best == min(rates) else best * 2)
+    trials = [trial for trial in done if (trial.phase, trial.arm) == ("search", arm)]
+    tried = {trial.tau for trial in trials}
+    best_trial = max(trials, key=lambda trial: float(done[trial]["mean"]))
+    if best_trial.tau in (min(tried), max(tried)) and len(tried) < len(temperatures) + MOST_TEMPERATURES:
+        factor = 2 / 3 if best_trial.tau == min(tried) else 3 / 2
+        return [best_trial._replace(tau=float(f"{best_trial.tau * factor:.2g}"))]
     return []
 
 
@@ -182,8 +190,13 @@ def best_values(arm: str) -> tuple[float, float]:
 
 
 def comparison_trials() -> list[Trial]:
-    arms = [(arm, 0.2) for arm in ARMS] + [(arm, share) for share in (0.0, 0.05) for arm in ("v1-auto", "v1")]
-    return [Trial("compare", arm, *best_values(arm), share, seed) for seed in SEEDS for arm, share in arms]
+    first, then = [(arm, 0.2) for arm in ARMS], [(arm, share) for share in (0.0, 0.05) for arm in ("v1-auto", "v1")]
+    return [
+        Trial("compare", arm, *best_values(arm), share, seed)
+        for arms in (first, then)
+        for seed in SEEDS
+        for arm, share in arms
+    ]
 
 
 def table() -> Table:
