@@ -37,8 +37,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from line_chart import STYLE
 from measurements import RESULTS, Table, append, provenance, rows
 from stats import paired, percent
 
@@ -153,10 +155,10 @@ def detection(checkpoint: Path, trial: Trial) -> dict[str, str]:
     return {"auroc": f"{auroc:.4f}", "precision": f"{precision:.4f}", "share": f"{scores.share:.4f}"}
 
 
-def stored() -> dict[Trial, dict[str, str]]:
+def stored(path: Path = FILE) -> dict[Trial, dict[str, str]]:
     return {
         Trial(r["phase"], r["arm"], float(r["lr"]), float(r["tau"]), float(r["exchanged"]), int(r["seed"])): r
-        for r in rows(FILE)
+        for r in rows(path)
     }
 
 
@@ -199,28 +201,55 @@ def comparison_trials() -> list[Trial]:
     ]
 
 
-def table() -> Table:
-    """The mean of four recall@10 in percent, and the difference to v1-auto at the same share, paired by seed."""
-    done = {trial: row for trial, row in stored().items() if trial.phase == "compare"}
-    lines = []
-    for share in (0.0, 0.05, 0.2):
-        means = {
-            arm: {t.seed: float(row["mean"]) for t, row in done.items() if (t.arm, t.exchanged) == (arm, share)}
+def compared(path: Path) -> dict[float, dict[str, dict[int, dict[str, str]]]]:
+    """The rows of the comparison by share, arm and seed."""
+    done = {trial: row for trial, row in stored(path).items() if trial.phase == "compare"}
+    shares = sorted({trial.exchanged for trial in done})
+    return {
+        share: {
+            arm: seeds
             for arm in ARMS
+            if (seeds := {t.seed: row for t, row in done.items() if (t.arm, t.exchanged) == (arm, share)})
         }
-        for arm, values in means.items():
-            if not values:
-                continue
-            seeds = sorted(values.keys() & means["v1-auto"].keys())
-            ours, theirs = ([means[name][seed] for seed in seeds] for name in ("v1-auto", arm))
-            difference = str(paired(ours, theirs)) if arm != "v1-auto" and len(seeds) > 1 else ""
-            first = next(t for t in done if (t.arm, t.exchanged) == (arm, share))
-            columns = [f"{share:.0%}", arm, f"{first.lr:g}", f"{first.tau:g}", str(len(values))]
-            found = [row for t, row in done.items() if (t.arm, t.exchanged) == (arm, share) and row["auroc"]]
-            auroc = f"{statistics.fmean(float(row['auroc']) for row in found):.3f}" if found else ""
-            lines.append([*columns, percent(list(values.values())), difference, auroc])
-    names = ["exchanged", "arm", "lr", "tau", "seeds", "mean recall@10", "v1-auto minus it", "AUROC"]
-    return Table(names, lines)
+        for share in shares
+    }
+
+
+def tables(path: Path) -> dict[str, Table]:
+    """The mean of four recall@10 in percent, and the difference to v1-auto at the same share, paired by seed."""
+    lines = []
+    for share, arms in compared(path).items():
+        means = {arm: {seed: float(row["mean"]) for seed, row in seeds.items()} for arm, seeds in arms.items()}
+        for arm, seeds in arms.items():
+            common, first = sorted(means[arm].keys() & means["v1-auto"].keys()), next(iter(seeds.values()))
+            names = ("share", "auroc", "precision")
+            found = [[float(row[name]) for row in seeds.values() if row[name]] for name in names]
+            difference = ["", ""]
+            if arm != "v1-auto" and len(common) > 1:
+                result = paired([means["v1-auto"][seed] for seed in common], [means[arm][seed] for seed in common])
+                difference = [str(result), f"{result.p:.2g}"]
+            lines.append([
+                f"{share:.0%}", arm, f"{float(first['lr']):g}", f"{float(first['tau']):g}", str(len(seeds)),
+                percent(list(means[arm].values())), *difference,
+                *(f"{100 * statistics.fmean(values):.1f}" if values else "" for values in found),
+            ])  # fmt: skip
+    columns = ["exchanged", "arm", "lr", "tau", "seeds", "mean recall@10", "v1-auto minus it", "p"]
+    return {"noise": Table([*columns, "estimated share", "AUROC", "precision"], lines)}
+
+
+def draw(path: Path) -> None:
+    """One point per seed at 20%, the mean as a line, arms from the lowest mean to the highest."""
+    arms = {arm: [100 * float(row["mean"]) for row in seeds.values()] for arm, seeds in compared(path)[0.2].items()}
+    names = sorted(arms, key=lambda arm: statistics.fmean(arms[arm]))
+    with plt.style.context(STYLE):
+        figure, axes = plt.subplots(figsize=(8, 3.2))
+        for number, arm in enumerate(names):
+            axes.plot(arms[arm], [number] * len(arms[arm]), "o", alpha=0.6)
+            axes.plot([statistics.fmean(arms[arm])] * 2, [number - 0.3, number + 0.3], "k-")
+        axes.set_yticks(range(len(names)), names)
+        axes.set(xlabel="mean of four recall@10 in %", title="20% of the captions exchanged, one point per seed")
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        plt.close(figure)
 
 
 def main() -> None:
@@ -230,7 +259,7 @@ def main() -> None:
     parser.add_argument("--part", default="1/1", help="rows of this part: K/N")
     options = parser.parse_args()
     if options.phase == "table":
-        print(table())
+        print(tables(FILE)["noise"])
         return
     inputs = Inputs(Path(options.inputs[0]), *options.inputs[1:])
     part, parts = map(int, options.part.split("/"))

@@ -15,6 +15,7 @@ import compare_losses
 import estimate_error
 import loss_over_ranks
 import measurements
+import noise
 import time_to_recall_report
 from measurements import RESULTS, Table
 from training_runs import RunStore
@@ -25,6 +26,7 @@ FILES = {
     "loss_over_ranks.csv": loss_over_ranks,
     "communication.csv": communication,
     "wall_clock.csv": time_to_recall_report,
+    "noise.csv": noise,
 }
 
 

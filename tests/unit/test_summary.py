@@ -101,7 +101,12 @@ def test_projections_alone_and_towers_from_elsewhere_have_the_rules_values():
     assert filled(pretrained="x", lock_image=True).optim.lr == pytest.approx(1e-5 / 2**0.5)
     unlocked = filled(pretrained="x", lock_image=True, lock_image_unlocked_groups=1, lock_text=True)
     assert unlocked.optim.lr == pytest.approx(1e-5 / 2**0.5)
-    assert filled(pretrained_image="x", image_tower="timm:resnet50").run.loss == "infonce"
+    towers = {"image_tower": "timm:resnet50", "pretrained_image": "x", "text_tower": "hf:y", "pretrained_text": "y"}
+    assert filled(**towers).run.loss == "infonce" and filled(**towers).data.pair_weights == "off"
+    new = filled(**towers, lock_image=True, lock_text=True)  # as the study of wrong captions has chosen
+    assert (new.run.loss, new.data.pair_weights, new.optim.lr) == ("fastclip-v1", "auto", 5e-4)
+    given = filled(**towers, lock_image=True, lock_text=True, loss="dcl", pair_weights="off")
+    assert (given.run.loss, given.data.pair_weights) == ("dcl", "off")
     adapters = filled(pretrained="x", lora_image=8, lora_text=8, global_batch_size=1024).optim
     assert (adapters.lr, adapters.lr_image, adapters.lr_text) == (1e-4, None, None)
     assert filled(pretrained="x", lora_image=8, lock_text=True).optim.lr == pytest.approx(1e-4 / 2**0.5)

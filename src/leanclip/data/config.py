@@ -37,7 +37,7 @@ class DataConfig:
     pair_weights: str | None = setting(None, resume="fixed_unless_reset")
     """learned: the run finds pairs that look wrong and lowers their weights, from the third epoch on. auto: only if
     more than 1% look wrong. off: all pairs count alike. Another word: the field of the metadata that holds the weight
-    of a pair, 0 or more. Default: off."""
+    of a pair, 0 or more. Default: auto where only new projections are trained, else off."""
     exchange_captions: float = setting(0.0, resume="fixed_unless_reset")
     """Give this share of the training samples another one's captions, drawn at random with --seed: a trial of how a
     loss or --pair-weights takes wrong captions."""

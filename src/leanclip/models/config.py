@@ -105,6 +105,11 @@ class ModelConfig:
         return self.lock_image and self.lock_text and not unlocked
 
     @property
+    def new_heads_only(self) -> bool:
+        """Whether only projections are trained that no checkpoint has: behind towers named one by one."""
+        return self.heads_only and self.composed
+
+    @property
     def adapters_only(self) -> bool:
         """Whether no trunk is trained, but adapters of one."""
         image, text = bool(self.lora_image), bool(self.lora_text)

@@ -44,9 +44,9 @@ class RunConfig:
     max_steps: int | None = None
     """Stop after this many steps, if --epochs would take more. The schedules end there too."""
     loss: str = setting(AUTO_LOSS, common=True, resume="fixed_unless_reset")
-    """infonce, dcl, siglip, sogclr, isogclr, fastclip-v0, fastclip-v1, fastclip-v2 or fastclip-v3. auto: infonce
-    with --pretrained, else fastclip-v3. The two are statistically tied at 32,023 pairs (docs/results.md); FastCLIP's
-    paper reports fastclip-v3 ahead on 2.7 to 316 million pairs."""
+    """infonce, dcl, siglip, sogclr, isogclr, fastclip-v0, fastclip-v1, fastclip-v2 or fastclip-v3. auto:
+    fastclip-v1 for new projections on locked towers, infonce for other runs from weights, else fastclip-v3. From
+    scratch the last two are statistically tied at 32,023 pairs (docs/results.md)."""
     implementation: Literal["auto", "reference", "tiled", "triton"] = setting("auto", resume="free")
     """The loss backend; auto takes the fastest."""
     precision: Precision | None = common(None)

@@ -92,21 +92,27 @@ def resolve(config: TrainConfig) -> ResolvedRun:
 
 
 def _as_begun(config: TrainConfig, saved: SavedRun) -> TrainConfig:
-    """A resumed run keeps the loss and, where it started from weights, the rates that were filled in then."""
-    before, run, optim = saved.content["settings"], config.run, config.optim
+    """A resumed run keeps the loss, the kind of pair weights and, where it started from weights, the rates that were
+    filled in then."""
+    before, run, optim, data = saved.content["settings"], config.run, config.optim, config.data
     if run.loss == AUTO_LOSS:
         run = replace(run, loss=str(before.get("loss", AUTO_LOSS)))
     if config.model.from_weights:
         open_rates = {name: before.get(name) for name in FILLED_RATES if getattr(optim, name) is None}
         optim = replace(optim, **{name: rate for name, rate in open_rates.items() if isinstance(rate, int | float)})
-    return replace(config, run=run, optim=optim)
+    if data.pair_weights is None:
+        data = replace(data, pair_weights=str(before.get("pair_weights") or "off"))
+    return replace(config, run=run, optim=optim, data=data)
 
 
 def _filled_for_weights(given: TrainConfig, filled: TrainConfig) -> list[str]:
     """A note on the settings that were left open and got other values than a run from scratch."""
     values = {
         "--loss": filled.run.loss if given.run.loss == AUTO_LOSS else None,
+        "--pair-weights": filled.data.pair_weights if given.data.pair_weights is None else None,
     }
+    if values["--pair-weights"] == "off":  # as from scratch
+        del values["--pair-weights"]
     for name in FILLED_RATES:
         if getattr(given.optim, name) is None and (value := getattr(filled.optim, name)) is not None:
             values["--" + name.replace("_", "-")] = f"{value:.3g}" if isinstance(value, float) else value
