@@ -15,6 +15,7 @@ from shard_files import sound, write_shard
 
 from leanclip.data import BrokenSample
 from leanclip.evaluation import EvaluationSettings, embed
+from leanclip.features.locked_towers import count_captions
 from leanclip.features.table import FeatureTable
 
 NAMES = ("uncached", "cached", "fewer")
@@ -86,6 +87,36 @@ def test_a_second_run_reads_the_features_and_other_weights_get_their_own(tmp_pat
     assert train(tmp_path, **options, overwrite=True, pretrained=tmp_path / "logs/other") == 0
     assert "features of the text tower, training data: computed in" in capsys.readouterr().out
     assert len(list((tmp_path / "cache/features").iterdir())) == 2
+
+
+def test_two_runs_that_begin_together_fill_one_table(tmp_path, monkeypatch):
+    """The other run makes the table while this one counts captions; this one must not empty it again."""
+    options = {"train_data": shard(tmp_path), "global_batch_size": 16, "lock_text": True, "cache_locked": 1}
+    assert train(tmp_path, **options, max_steps=3) == 0
+    expected = losses(tmp_path)
+    (directory,) = (tmp_path / "cache/features").iterdir()
+    (tmp_path / "other").mkdir()
+    directory.rename(tmp_path / "other" / directory.name)
+
+    def counted(source):
+        (tmp_path / "other" / directory.name).rename(directory)
+        return count_captions(source)
+
+    monkeypatch.setattr("leanclip.features.locked_towers.count_captions", counted)
+    monkeypatch.setattr(FeatureTable, "write", lambda *_: pytest.fail("the other run's rows are there"))
+    assert train(tmp_path, **options, max_steps=3, overwrite=True) == 0
+    assert losses(tmp_path) == expected
+    assert [path.name for path in (tmp_path / "cache/features").iterdir()] == [directory.name]
+
+
+@pytest.mark.parametrize("option", [{"val_split": 0.25}, {"exclude": "keys.txt"}])
+def test_held_out_and_excluded_samples_share_the_table(tmp_path, capsys, option):
+    (tmp_path / "keys.txt").write_text("00003\n")
+    options = {"train_data": shard(tmp_path), "global_batch_size": 16, "lock_text": True, "cache_locked": 1}
+    option = {"exclude": tmp_path / "keys.txt"} if "exclude" in option else option
+    for number, changed in enumerate((option | {"seed": 1}, {}, option | {"seed": 2})):
+        assert train(tmp_path, **options, **changed, max_steps=2, overwrite=True) == 0
+        assert ("training data: computed" in capsys.readouterr().out) == (number == 0)
 
 
 def test_a_damaged_table_is_computed_again(tmp_path, capsys):

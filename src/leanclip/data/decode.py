@@ -50,6 +50,9 @@ class Preprocess(Protocol):
 class FeatureRows(Protocol):
     """A table of features by sample id. A sample that could not be read raises BrokenSample."""
 
+    @property
+    def dim(self) -> int: ...
+
     def view(self, index: int, number: int) -> np.ndarray: ...
 
     def draw(self, index: int, rng: random.Random) -> np.ndarray: ...

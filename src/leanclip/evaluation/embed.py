@@ -135,8 +135,9 @@ def embedded_batches(
         ):
             size = model.preprocess.size
             height, width = (size, size) if isinstance(size, int) else size
-            # FSDP needs the same number of forward passes on every rank: without a usable image, run a blank one.
-            pixels = batch.images if batch.ids else torch.zeros(1, 3, height, width, dtype=torch.uint8)
+            # FSDP needs the same forward passes on every rank: without a usable image, run a blank one.
+            blank = (1, 3, height, width) if features is None else (1, features.dim)
+            pixels = batch.images if batch.ids else torch.zeros(blank, dtype=torch.uint8)
             yield batch, model.encode_image(pixels.to(settings.device)).to(wide_dtype(model))[: len(batch.ids)]
             ACTIVITY.still_working()
             advance((len(batch.ids) + len(batch.broken)) * ranks.size)

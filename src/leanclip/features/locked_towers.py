@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from leanclip.models.towers.projection import Projection
 from leanclip.progress import ACTIVITY, progress_bar
 
 FORMAT = 1
+CHOICES = ("held_out", "excluded")  # of ids, in a manifest
 VIEW_SEED = 0  # of the augmented views: runs that differ in their seed share the tables
 IMAGES_PER_PASS, CAPTIONS_PER_PASS = 256, 1024
 
@@ -49,7 +51,7 @@ class LockedTowers:
         """The tables of the towers that are locked, read from the cache or computed."""
         with self._inference():
             tables = self._table("image") if images else None, self._table("text") if texts else None
-        image_size, text_size = (None if table is None else table.features.shape[1] for table in tables)
+        image_size, text_size = (None if table is None else table.dim for table in tables)
         self.model.feature_sizes = image_size, text_size
         return Features(*tables)
 
@@ -101,7 +103,7 @@ class LockedTowers:
         how = "read from the cache" if table.seconds is None else f"computed in {table.seconds:,.0f} s"
         self.notify(
             f"features of the {side} tower, {self.data_name}: {how}, {len(table.features):,} rows of"
-            f" {table.features.shape[1]}, {table.nbytes / 2**20:,.1f} MiB in {directory}"
+            f" {table.dim}, {table.nbytes / 2**20:,.1f} MiB in {directory}"
         )
         return table
 
@@ -137,7 +139,16 @@ class LockedTowers:
                 first, weights = np.arange(len(self.source) + 1) * self.views, None
             else:
                 first, weights = count_captions(self.source)
-            return FeatureTable.create(directory, first, self._dim(side), dict(facts), weights)
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as folder:
+                empty = Path(folder) / "table"
+                FeatureTable.create(empty, first, self._dim(side), dict(facts), weights)
+                try:
+                    empty.rename(directory)
+                except OSError:  # another run has made it meanwhile: both fill that one
+                    if not directory.is_dir():
+                        raise
+            return FeatureTable(directory)
         except OSError as error:
             raise UserError(
                 f"cannot write {directory} ({error.strerror}); set LEANCLIP_CACHE to another directory",
@@ -249,8 +260,11 @@ def _text_modules(model: TwoTower) -> nn.Module:
 
 
 def _data_identity(source: Source) -> Any:
+    """The files that fix the ids; which of them are trained on changes no features."""
     manifest = source.manifest()
-    return [len(source), type(source).__name__] if manifest is None else manifest
+    if manifest is None:
+        return [len(source), type(source).__name__]
+    return [{name: value for name, value in entry.items() if name not in CHOICES} for entry in manifest]
 
 
 def _stored(features: Tensor) -> np.ndarray:

@@ -53,6 +53,10 @@ class FeatureTable:
         return FeatureTable, (self.directory,)  # a worker maps the files itself
 
     @property
+    def dim(self) -> int:
+        return self.features.shape[1]
+
+    @property
     def nbytes(self) -> int:
         return self.features.nbytes
 

@@ -208,12 +208,13 @@ def set_threads(
         if flag * on_host > cores:
             processes = f" in each of {on_host} processes" if on_host > 1 else ""
             notes.append(f"warning: --threads {flag}{processes} on {cores} cores: more threads than cores are slower")
-    elif saved is not None and saved <= cores:
+    elif saved is not None and saved <= min(ranks.all_gather_objects(cores)):
         number = saved
     elif any(chosen for _, chosen in facts) and not model.compiled:
         number = torch.get_num_threads()
         notes.append(f"CPU threads of each process: {number}, as OMP_NUM_THREADS says (--threads sets it)")
-    if model.compiled or (number or 1) * on_host > cores:  # a pass would compile, or take minutes
+    # A pass would compile, or take minutes. All ranks do the same, as they measure together.
+    if model.compiled or any(ranks.all_gather_objects((number or 1) * on_host > cores)):
         threads = Threads(most if number is None else number, notes=tuple(notes))
     else:
         with _without_trace(context, model):
