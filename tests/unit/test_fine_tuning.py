@@ -172,6 +172,19 @@ def test_averaged_weights(tuned, tmp_path):
     assert all(torch.equal(exported[name], value) for name, value in last.items())
 
 
+def test_adapters_start_as_the_weights_and_end_merged(tuned, tmp_path):
+    """So that a run with adapters is interpolated as any other."""
+    assert tune(tmp_path, tuned, lora_image=4, lora_text=4) == 0
+    start, first = weights(tmp_path / "logs/run/checkpoints/start"), weights(tuned / "logs/first/checkpoints/last")
+    assert start.keys() == first.keys()
+    assert all(torch.equal(value, first[name]) for name, value in start.items() if name != "logit_scale")
+    for weight, place in ((0, "start"), (1, "last")):
+        out = tmp_path / f"{weight}.safetensors"
+        assert command("export", tmp_path / "logs/run", out, "--interpolate", weight) == 0
+        saved = weights(tmp_path / "logs/run/checkpoints" / place)
+        assert all(torch.equal(value, saved[name]) for name, value in weights(out).items())
+
+
 def test_the_start_can_be_left_out_and_named(tuned, tmp_path, capsys):
     assert tune(tmp_path, tuned, discard_start=True) == 0
     run, out = tmp_path / "logs/run", tmp_path / "out.safetensors"
