@@ -90,6 +90,24 @@ def test_a_query_prints_a_table(embedded, capsys):
     assert refusal_code(capsys.readouterr().err) == "search.bad_query"
 
 
+def test_a_long_table_is_whole_and_one_that_is_too_long_is_refused(small_run, tmp_path, capsys):
+    embed(small_run, "synthetic:260", tmp_path / "out")
+    capsys.readouterr()
+    command = ("search", tmp_path / "out", "--query", "square", "--device", "cpu", "--count")
+    assert exit_code(*command, 250) == 0
+    assert capsys.readouterr().out.count("synthetic:260") == 250
+    assert exit_code(*command, 1001) == 2
+    error = capsys.readouterr().err
+    assert refusal_code(error) == "config.bad_value" and "1 to 1,000" in error
+
+
+def test_there_are_no_hits_beyond_the_limit(engine, monkeypatch):
+    monkeypatch.setattr("leanclip.search.engine.MOST_HITS", 20)
+    query = engine.of_sample(7)
+    pages = [[hit.id for hit in engine.nearest(query, count=15, offset=offset)] for offset in (0, 15, 20, 30)]
+    assert [len(ids) for ids in pages] == [15, 5, 0, 0] and len({*pages[0], *pages[1]}) == 20
+
+
 def test_an_image_finds_itself_and_its_copy(engine):
     for query in (engine.of_image(image_of(7)), engine.of_sample(7), engine.of_sample(33)):
         hits = engine.nearest(query, count=2)

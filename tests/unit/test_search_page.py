@@ -72,6 +72,8 @@ def test_sentence_image_and_keyboard(server, width, dark):
         assert page.locator("#more").is_hidden()
         shown = page.inner_text("#results")
         assert SCRIPT in shown and "<svg onload=alert(3)>" in shown  # as text
+        images = [url for url in requests if "/image/" in url]
+        assert images and all(f"?token={server.token}" in url for url in images)
 
         page.evaluate(DROP, list(image_of(7)))
         wait_for(page, "nearest to dropped.png")

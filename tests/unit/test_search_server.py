@@ -49,6 +49,16 @@ def test_the_page_and_what_it_asks_for(server):
     assert answer["total"] == 1 and answer["rows"][0]["caption"] == SCRIPT and answer["rows"][0]["score"] == "nan"
 
 
+def test_the_browser_keeps_no_image_for_the_next_server(server):
+    token = request(server, "GET", "/api/info")[2]["token"]
+    with serving(server.engine) as later:
+        assert request(later, "GET", "/api/info")[2]["token"] != token
+        status, headers, answer = request(later, "GET", f"/image/3?token={token}")
+        assert status == 410 and "reload" in answer["error"] and headers["Cache-Control"] == "no-store"
+    assert "max-age" in request(server, "GET", f"/image/3?token={token}")[1]["Cache-Control"]
+    assert request(server, "GET", "/image/3")[1]["Cache-Control"] == "no-store"
+
+
 def test_search_by_sentence_image_and_sample(server):
     _, _, answer = request(server, "POST", "/api/search", {"text": "square number 3", "count": 40})
     assert len(answer["hits"]) == 39

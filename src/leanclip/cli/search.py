@@ -13,7 +13,7 @@ from rich.table import Table
 from leanclip.cli.parse import parse
 from leanclip.errors import UserError, first_line
 from leanclip.progress import make_console
-from leanclip.search.engine import Engine, RequestError, open_engine
+from leanclip.search.engine import MOST_HITS, Engine, RequestError, open_engine
 from leanclip.search.index import LARGEST_EXACT
 from leanclip.search.server import SearchServer
 from leanclip.search.suspects import find_suspects
@@ -39,7 +39,7 @@ class SearchCommand:
     query: str | None = None
     """Print the images nearest to this sentence as a table instead of opening a page."""
     count: int = 10
-    """Rows of the table."""
+    """Rows of the table, up to 1,000."""
     shard: str | None = None
     """Only images of the shard of this name, for --query."""
     suspects: str | None = None
@@ -62,8 +62,8 @@ class SearchCommand:
     """cpu or cuda, for the model. Default: a GPU if there is one."""
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"count is {self.count}; it must be at least 1")
+        if not 1 <= self.count <= MOST_HITS:
+            raise ValueError(f"count is {self.count}; give 1 to {MOST_HITS:,}")
         if self.port is not None and not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; give 0 to 65535")
         if self.shard is not None and self.query is None:

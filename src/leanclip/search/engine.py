@@ -113,9 +113,13 @@ class Engine:
             return torch.cat(parts).float().cpu().numpy()
 
     def nearest(self, query: np.ndarray, *, count: int = 10, offset: int = 0, shard: int | None = None) -> list[Hit]:
-        count, offset = min(max(count, 0), 200), min(max(offset, 0), MOST_HITS)
+        """The hits from `offset` on, and none beyond the first MOST_HITS."""
+        offset = max(offset, 0)
+        stop, span = min(offset + max(count, 0), MOST_HITS), self._span(shard)
+        if stop <= offset:
+            return []
         with self._computing:
-            found = self.index.nearest(query, count + offset, self._span(shard))
+            found = self.index.nearest(query, stop, span)
         ids, scores = found.ids[offset:].tolist(), found.scores[offset:].tolist()
         return [self.hit(index, score) for index, score in zip(ids, scores, strict=True)]
 

@@ -34,8 +34,10 @@ const post = (address, content) => ask(address, {
 
 // ---- cards
 
+const imageOf = (hit, options = "") => `/image/${hit.id}?token=${state.info.token}${options}`;
+
 function card(hit, detail) {
-  const image = element("img", { src: `/image/${hit.id}`, alt: hit.caption || hit.key, loading: "lazy", decoding: "async" });
+  const image = element("img", { src: imageOf(hit), alt: hit.caption || hit.key, loading: "lazy", decoding: "async" });
   image.addEventListener("error", () => missing(image, hit));
   image.addEventListener("click", () => enlarge(hit));
   const node = element("article", { className: "card", tabIndex: -1 }, image,
@@ -57,7 +59,7 @@ async function missing(image, hit) {
   const note = element("div", { className: "none" }, "cannot be read");
   image.replaceWith(note);
   try {
-    const answer = await fetch(`/image/${hit.id}`);
+    const answer = await fetch(imageOf(hit));
     if (!answer.ok) note.textContent = (await answer.json()).error;
   } catch { /* the note says enough */ }
 }
@@ -87,7 +89,7 @@ function focusCard(node) {
 }
 
 function enlarge(hit) {
-  $("large-image").src = `/image/${hit.id}?large=1`;
+  $("large-image").src = imageOf(hit, "&large=1");
   $("large-image").alt = hit.caption || hit.key;
   $("large-caption").textContent = hit.caption;
   $("large-key").textContent = `${hit.key} in ${hit.shard}`;

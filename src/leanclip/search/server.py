@@ -9,6 +9,7 @@ import csv
 import io
 import ipaddress
 import json
+import secrets
 import socket
 import sys
 import threading
@@ -62,6 +63,7 @@ class SearchServer(ThreadingHTTPServer):
 
     def __init__(self, engine: Engine, host: str, port: int, *, suspects: list[dict[str, Any]] | None = None) -> None:
         self.engine, self.suspects, self.host = engine, suspects, host
+        self.token = secrets.token_hex(8)  # in addresses of images: the next server on this port has other images
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._slots = threading.BoundedSemaphore(REQUESTS_AT_ONCE)
         self.uploads = threading.BoundedSemaphore(UPLOADS_AT_ONCE)  # each is held in memory
@@ -275,13 +277,19 @@ def _info(handler: _Handler, rest: str) -> Reply:
         "suspects": None if server.suspects is None else len(server.suspects),
         "templates": ["plain", *TEMPLATES],
         "upload_bytes": MAX_UPLOAD_BYTES,
+        "token": server.token,
     })  # fmt: skip
 
 
 def _image(handler: _Handler, rest: str) -> Reply:
+    """Cached by the browser if the address names this server."""
+    if (token := handler.query("token")) not in (None, handler.server.token):
+        raise Refused(HTTPStatus.GONE, "the page is of an earlier leanclip search; reload it")
     pixels = LARGE_PIXELS if handler.query("large") else THUMBNAIL_PIXELS
     content = handler.server.engine.thumbnail(as_number(rest), pixels)
-    return Reply(content, "image/jpeg", headers=(("Cache-Control", "private, max-age=3600"),))
+    return Reply(
+        content, "image/jpeg", headers=(("Cache-Control", "private, max-age=3600" if token else "no-store"),)
+    )
 
 
 def _search(handler: _Handler, rest: str) -> Reply:
