@@ -92,6 +92,24 @@ def test_an_onnx_export_that_differs_is_not_written(tmp_path, capsys, monkeypatc
     assert list(tmp_path.iterdir()) == [directory]
 
 
+def test_directories_are_ready_for_a_hub(tmp_path, small_run):
+    """Weights, configuration and a card that the hub's own library reads; no hidden files."""
+    from huggingface_hub import ModelCard
+
+    export(small_run, tmp_path / "transformers", "--format", "transformers")
+    weights = {
+        "transformers": ("model.safetensors", "config.json", "tokenizer.json"),
+        "open_clip": ("open_clip_model.safetensors", "open_clip_config.json"),
+    }
+    for library, files in weights.items():
+        folder = tmp_path / library if library == "transformers" else small_run / "checkpoints/last"
+        names = {path.name for path in folder.iterdir()}
+        assert names >= {*files, "README.md"} and not any(name.startswith(".") for name in names)
+        card = ModelCard.load(folder / "README.md").data.to_dict()
+        assert card["library_name"] == library and card["pipeline_tag"] == "zero-shot-image-classification"
+        assert {"clip", library, "leanclip"} <= set(card["tags"]) and card["license"] == "unknown"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ViT-B-32", "RN50", "convnext_base", "coca_ViT-B-32"])
 def test_whole_models_as_onnx(name, tmp_path):

@@ -14,7 +14,7 @@ from leanclip.errors import UserError, first_line
 from leanclip.filesystem import atomic_path, put_back, remove, replace_directory, write_atomically
 from leanclip.models import transformers_clip
 from leanclip.models.build import build_model, is_resized
-from leanclip.models.formats import onnx_towers
+from leanclip.models.formats import onnx_towers, siglip
 from leanclip.models.open_clip_api import HEADER_KEY, PreprocessCfg, architecture_name
 from leanclip.models.saved import CONFIG_FILE
 from leanclip.models.two_tower import TwoTower
@@ -70,11 +70,13 @@ def export_open_clip(model: TwoTower, out: Path, *, overwrite: bool = False) -> 
 
 
 def export_transformers(model: TwoTower, out: Path, card: Callable[[], str]) -> Exported:
-    """A directory for `CLIPModel.from_pretrained` and `CLIPProcessor.from_pretrained`, with a model card.
+    """A directory for `from_pretrained` of transformers' CLIPModel or SiglipModel, with a model card.
 
     An existing directory of that name is kept until the new one is complete and compared.
     """
     config = model.open_clip_config()
+    if siglip.has_attention_pooling(model):
+        return _export_siglip(model, out, card)
 
     def write(directory: Path) -> float:
         transformers_clip.save(
@@ -86,6 +88,27 @@ def export_transformers(model: TwoTower, out: Path, card: Callable[[], str]) -> 
     load = (
         "from transformers import CLIPModel, CLIPProcessor\n"
         f"model, processor = CLIPModel.from_pretrained({str(out)!r}), CLIPProcessor.from_pretrained({str(out)!r})"
+    )
+    return Exported(files=sorted(out.iterdir()), load=load, difference=difference)
+
+
+def _export_siglip(model: TwoTower, out: Path, card: Callable[[], str]) -> Exported:
+    if reason := siglip.unsupported(model):
+        raise UserError(
+            f"transformers' SiglipModel cannot be this model: {reason}; use --format open_clip or onnx",
+            code="export.unsupported_model",
+        )
+
+    def write(directory: Path) -> float:
+        siglip.save(directory, model)
+        return _difference(model, *siglip.load(directory), str(out))
+
+    difference = _write_directory(out, write, card)
+    load = (
+        "from transformers import AutoImageProcessor, AutoTokenizer, SiglipModel\n"
+        f"model, tokenizer = SiglipModel.from_pretrained({str(out)!r}), AutoTokenizer.from_pretrained({str(out)!r})\n"
+        'tokens = tokenizer(["a cat"], padding="max_length", max_length='
+        f'{model.config["text_cfg"].get("context_length", 77)}, truncation=True, return_tensors="pt")["input_ids"]'
     )
     return Exported(files=sorted(out.iterdir()), load=load, difference=difference)
 

@@ -5,6 +5,8 @@ alone what CLIPModel does not have.
 """
 
 import contextlib
+import re
+import string
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,16 +61,16 @@ def unsupported(config: dict[str, Any], preprocess: dict[str, Any]) -> str | Non
         "its image tower is a ResNet": isinstance(vision.get("layers"), list | tuple),
         f"its text tower is {text.get('hf_model_name')}": text.get("hf_model_name"),
         "its logits have a bias (siglip)": config.get("init_logit_bias") is not None,
-        **{f"its vision_cfg has {setting}": True for setting in _other_settings(vision, VISION_SHAPE)},
-        **{f"its text_cfg has {setting}": True for setting in _other_settings(text, TEXT_SHAPE)},
-        f"its images are not square ({size})": not isinstance(size, int) and len(set(size)) > 1,
+        **{f"its vision_cfg has {setting}": True for setting in other_settings(vision, VISION_SHAPE)},
+        **{f"its text_cfg has {setting}": True for setting in other_settings(text, TEXT_SHAPE)},
+        f"its images are not square ({size})": square(size) is None,
         f"its vocabulary has {vocabulary} entries, not CLIP's {VOCABULARY}": vocabulary != VOCABULARY,
         "its images are padded to a square, which CLIPImageProcessor does not do": padded,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def _other_settings(part: dict[str, Any], shape: set[str]) -> list[str]:
+def other_settings(part: dict[str, Any], shape: set[str]) -> list[str]:
     """The settings that CLIPModel does not have, unless their value is neutral."""
     return [
         f"{key} = {value}"
@@ -83,32 +85,79 @@ def save(
     directory: Path, weights: dict[str, Tensor], config: dict[str, Any], preprocess: dict[str, Any], tokenizer: Any
 ) -> None:
     """Write configuration, weights, tokenizer and image processor for `CLIPModel.from_pretrained(directory)`."""
-    transformers = _transformers()
+    transformers = library()
     if reason := unsupported(config, preprocess):
         raise UserError(
-            f"transformers' CLIPModel cannot be this model: {reason}; use --format open_clip",
+            f"transformers' CLIPModel cannot be this model: {reason}; use --format open_clip or onnx",
             code="export.unsupported_model",
         )
-    with _quiet(transformers):
+    with quiet(transformers):
         clip = transformers.CLIPModel(transformers.CLIPConfig(**_config(config)))
         clip.load_state_dict(renamed(weights), strict=True)
         clip.save_pretrained(directory)
         clip_tokenizer(tokenizer, config["text_cfg"].get("context_length", 77)).save_pretrained(directory)
-        _image_processor(transformers, preprocess).save_pretrained(directory)
+        image_processor(transformers, preprocess).save_pretrained(directory)
 
 
 def clip_tokenizer(tokenizer: Any, length: int) -> Any:
     """open_clip's tokenizer as one of transformers."""
-    return _transformers().CLIPTokenizer(
+    return library().CLIPTokenizer(
         vocab={SPECIAL.get(token, token): number for token, number in tokenizer.encoder.items()},
         merges=list(tokenizer.bpe_ranks),
         model_max_length=length,
     )
 
 
+def save_tokenizer(directory: Path, tokenizer: Any, *, length: int, clean: str, pad: bool) -> bool:
+    """Write the files of open_clip's tokenizer for transformers. The cleaning that open_clip does before goes into
+    tokenizer.json; with `pad`, so does cutting and padding to `length`, for programs that read nothing else.
+
+    False for a tokenizer that is neither CLIP's nor one of transformers.
+    """
+    is_clip = hasattr(tokenizer, "encoder")
+    theirs = clip_tokenizer(tokenizer, length) if is_clip else getattr(tokenizer, "tokenizer", None)
+    if theirs is None or not hasattr(theirs, "backend_tokenizer"):
+        return False
+    theirs.save_pretrained(directory)
+    path = directory / "tokenizer.json"
+    fast = fast_tokenizer(path)
+    if not is_clip:
+        fast.normalizer = _cleaning(clean, fast.normalizer)
+        # A class of its own, such as BERT's, would replace the cleaning by what it does itself.
+        generic = library().PreTrainedTokenizerFast
+        generic(tokenizer_object=fast, model_max_length=length, **theirs.special_tokens_map).save_pretrained(
+            directory
+        )
+    if pad:
+        fast.enable_truncation(length)
+        fast.enable_padding(length=length, pad_id=theirs.pad_token_id, pad_token=theirs.pad_token)
+    fast.save(str(path))
+    return True
+
+
+def _cleaning(clean: str, then: Any) -> Any:
+    """open_clip's cleaning by its name, without ftfy, and what the tokenizer does itself."""
+    from tokenizers import Regex, normalizers
+
+    spaces = [normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+    without = [
+        normalizers.Replace("_", " "),
+        normalizers.Replace(Regex(f"[{re.escape(string.punctuation)}]"), ""),
+        normalizers.Lowercase(),
+    ]
+    steps = {"canonicalize": [*without, *spaces], "lower": [*spaces, normalizers.Lowercase()], "whitespace": spaces}
+    return normalizers.Sequence([*steps[clean], *([] if then is None else [then])])
+
+
+def square(size: Any) -> int | None:
+    """The side of square images."""
+    sides = {size} if isinstance(size, int) else set(size)
+    return sides.pop() if len(sides) == 1 else None
+
+
 def fast_tokenizer(path: Path) -> Any:
     """A tokenizer.json, read by the library below transformers."""
-    _transformers()
+    library()
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(path))
@@ -116,15 +165,15 @@ def fast_tokenizer(path: Path) -> Any:
 
 def load(directory: Path) -> tuple[Callable[[Tensor], Tensor], Callable[[list[str]], Tensor]]:
     """Both encoders of a model directory, loaded by transformers without a network."""
-    transformers = _transformers()
-    with _quiet(transformers):
+    transformers = library()
+    with quiet(transformers):
         clip = transformers.CLIPModel.from_pretrained(directory, local_files_only=True).eval()
         tokenizer = transformers.CLIPProcessor.from_pretrained(directory, local_files_only=True).tokenizer
 
     def encode_text(texts: list[str]) -> Tensor:
-        return _unit(clip.get_text_features(**tokenizer(texts, padding=True, truncation=True, return_tensors="pt")))
+        return unit(clip.get_text_features(**tokenizer(texts, padding=True, truncation=True, return_tensors="pt")))
 
-    return lambda pixels: _unit(clip.get_image_features(pixel_values=pixels)), encode_text
+    return lambda pixels: unit(clip.get_image_features(pixel_values=pixels)), encode_text
 
 
 def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -184,7 +233,7 @@ def _config(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _image_processor(transformers: Any, preprocess: dict[str, Any]) -> Any:
+def image_processor(transformers: Any, preprocess: dict[str, Any]) -> Any:
     size = preprocess["size"]
     side = size if isinstance(size, int) else size[0]
     square, squash = {"height": side, "width": side}, preprocess["resize_mode"] == "squash"
@@ -198,16 +247,16 @@ def _image_processor(transformers: Any, preprocess: dict[str, Any]) -> Any:
     )
 
 
-def _unit(features: Any) -> Tensor:
+def unit(features: Any) -> Tensor:
     return torch.nn.functional.normalize(features if isinstance(features, Tensor) else features.pooler_output, dim=-1)
 
 
 def never_run_code() -> None:
     """Make transformers refuse to run a repository's code instead of prompting on the terminal."""
-    _transformers().dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    library().dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
 
 
-def _transformers() -> Any:
+def library() -> Any:
     try:
         import transformers
     except ImportError as error:
@@ -218,7 +267,7 @@ def _transformers() -> Any:
 
 
 @contextlib.contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def quiet(transformers: Any) -> Iterator[None]:
     messages = transformers.utils.logging
     level, bars = messages.get_verbosity(), messages.is_progress_bar_enabled()
     messages.set_verbosity_error()

@@ -56,13 +56,16 @@ def save(directory: Path, model: TwoTower) -> None:
     length = int(model.config["text_cfg"].get("context_length", 77))
     _export(_ImageTower(model), pixels_of(model), directory / IMAGE, "pixels", "image")
     _export(_TextTower(model), model.tokenizer(["a cat", "two dogs"]), directory / TEXT, "tokens", "text")
-    has_tokenizer = _save_tokenizer(directory, model, length)
+    clean = model.config["text_cfg"].get("tokenizer_kwargs", {}).get("clean", "whitespace")
+    with _quiet():
+        has_tokenizer = transformers_clip.save_tokenizer(
+            directory, model.tokenizer, length=length, clean=clean, pad=True
+        )
     preprocess = asdict(model.preprocess) | {"size": list(pixels_of(model).shape[2:])}
     in_graph = {name: preprocess.pop(name) for name in ("mean", "std")}
     facts = {
         "image": preprocess | {"input": "uint8 RGB (N, 3, H, W)", "in_graph": in_graph},
-        "text": {"context_length": length, "tokenizer": TOKENIZER if has_tokenizer else None}
-        | {"clean": model.config["text_cfg"].get("tokenizer_kwargs", {}).get("clean")},
+        "text": {"context_length": length, "tokenizer": TOKENIZER if has_tokenizer else None},
         "embedding_size": model.config["embed_dim"],
         "logit_scale": 1 / model.temperature(),
         "logit_bias": model.bias(),
@@ -120,23 +123,6 @@ def _export(tower: nn.Module, example: Tensor, path: Path, name: str, side: str)
             f"torch cannot write the {side} tower as ONNX ({first_line(error)}); use --format open_clip",
             code="export.unsupported_model",
         ) from error
-
-
-def _save_tokenizer(directory: Path, model: TwoTower, length: int) -> bool:
-    """False for a tokenizer that is neither CLIP's nor one of transformers."""
-    with _quiet():
-        if hasattr(model.tokenizer, "encoder"):
-            tokenizer = transformers_clip.clip_tokenizer(model.tokenizer, length)
-        else:
-            tokenizer = getattr(model.tokenizer, "tokenizer", None)
-        if tokenizer is None or not hasattr(tokenizer, "backend_tokenizer"):
-            return False
-        tokenizer.save_pretrained(directory)
-        fast = tokenizer.backend_tokenizer
-        fast.enable_truncation(length)
-        fast.enable_padding(length=length, pad_id=tokenizer.pad_token_id, pad_token=tokenizer.pad_token)
-        fast.save(str(directory / TOKENIZER))
-    return True
 
 
 @contextlib.contextmanager
