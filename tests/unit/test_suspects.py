@@ -15,6 +15,7 @@ from shard_files import picture, sound, write_shard
 from browser import inspect_page, needs_browser
 from leanclip.checkpointing.storage import StoredTensors, write_tensors
 from leanclip.data.shards import Shards
+from leanclip.suspects import scores as scores_module
 from leanclip.suspects.find import Search, find_suspects
 from leanclip.suspects.scores import Scores, judge
 from leanclip.suspects.table import worst_first
@@ -75,9 +76,17 @@ def test_clean_data_have_no_probable_suspects_but_an_order():
     assert len(worst_first(scores, least=100)) == 100 and len(worst_first(scores, least=100, rows=7)) == 7
 
 
+def test_a_model_that_cannot_tell_gives_no_pair_a_probability():
+    """All scores are like those of wrong pairs: the share would be 100%."""
+    score = torch.randn(20_000, generator=torch.Generator().manual_seed(5))
+    scores = judge(score, torch.full((20_000,), 3.0), torch.tensor([0.0, 500.0]))
+    assert scores.share > 0.9 and not scores.can_tell and scores.probability.max() == 0
+    assert judge(*tables(20_000, 0.0)[:3]).can_tell and judge(*tables(20_000, 0.2)[:3]).can_tell
+
+
 def test_pairs_without_a_score_are_not_listed():
     scored = np.array([True, False, True, True])
-    scores = Scores(np.array([0.5, 9.0, 2.0, 2.0], np.float32), np.zeros(4, np.float32), scored, 0.0)
+    scores = Scores(np.array([0.5, 9.0, 2.0, 2.0], np.float32), np.zeros(4, np.float32), scored, 0.0, True)
     assert worst_first(scores, least=9).tolist() == [2, 3, 0]
 
 
@@ -110,12 +119,20 @@ def test_parquet_holds_the_same_rows(run):
 
 def test_the_command_scores_a_run_without_a_table_and_writes_a_page(run, capsys):
     assert leanclip("data", "suspects", run / "logs/plain", "--device", "cpu", "--shown", 5) in (0, None)
-    assert "scored by its model" in capsys.readouterr().out
+    out = capsys.readouterr().out  # the model has seen three epochs of noise
+    assert "scored by its model" in out and "cannot tell" in out and "look wrong" not in out
     assert len(rows_of(run / "logs/plain/suspects.csv")) == 40
     page = (run / "logs/plain/suspects.html").read_text()
-    assert page.count("<img ") == 5 and page.count("Instead:") >= 1
+    assert "cannot tell" in page and page.count("<img ") == 5 and page.count("Instead:") >= 1
     shown = json.loads((run / "logs/plain/suspects.json").read_text())["pairs"]
     assert [entry["rank"] for entry in shown] == [1, 2, 3, 4, 5]
+
+
+def test_a_pass_of_several_batches_does_not_warn(run, tmp_path, monkeypatch):
+    """40 samples in batches of 8: their two visits are more than an epoch and a half without a call of set_epoch."""
+    monkeypatch.setattr(scores_module, "BATCH", 8)
+    found = find_suspects(Search(run=run / "logs/plain", output=tmp_path / "t.csv", shown=0, device="cpu"))
+    assert found.scored == 40 and not found.from_table
 
 
 def test_hostile_captions_are_text(run, tmp_path):

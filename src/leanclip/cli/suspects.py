@@ -63,7 +63,12 @@ def run(arguments: list[str]) -> None:
     )
     scored_by = "the run" if found.from_table else "its model, in one pass"
     print(f"{found.scored:,} of {found.samples:,} pairs were scored by {scored_by}")
-    print(f"{found.share:.1%} look wrong, about {round(found.share * found.scored):,}")
+    if found.can_tell:
+        print(f"{found.share:.1%} look wrong, about {round(found.share * found.scored):,}")
+    else:
+        print(
+            "the model cannot tell right captions from wrong ones: no pair gets a probability, --exclude takes none"
+        )
     print(f"table: {found.table} ({found.rows:,} pairs, worst first)")
     if found.page is not None:
         print(f"page: {found.page}")

@@ -64,6 +64,7 @@ class Found:
     samples: int
     scored: int
     share: float  # of wrong pairs
+    can_tell: bool  # whether the model tells right from wrong; otherwise the share says nothing
     rows: int
     table: Path
     page: Path | None
@@ -107,6 +108,7 @@ def find_suspects(search: Search) -> Found:
         samples=len(source),
         scored=int(scores.scored.sum()),
         share=scores.share,
+        can_tell=scores.can_tell,
         rows=written,
         table=output,
         page=page if search.shown else None,
@@ -141,12 +143,13 @@ def _check_fits(scores: Scores, source: Source, run: Path) -> None:
 
 def _write_pages(run: RunDirectory, page: Path, entries: list[dict[str, Any]], found: Found) -> None:
     """The page, and for the report of the run what the page shows."""
+    wrong = f"{found.share:.1%}, about {round(found.share * found.scored):,}" if found.can_tell else "unknown"
     facts = {
         "pairs scored": f"{found.scored:,} of {found.samples:,}",
-        "look wrong": f"{found.share:.1%}, about {round(found.share * found.scored):,}",
+        "look wrong": wrong,
         "shown": f"{len(entries)}",
     }
-    write_page(page, entries, name=run.path.resolve().name, facts=facts)
-    content = json.dumps({"wrong_pairs": found.share, "pairs": entries})
+    write_page(page, entries, name=run.path.resolve().name, facts=facts, can_tell=found.can_tell)
+    content = json.dumps({"wrong_pairs": found.share if found.can_tell else None, "pairs": entries})
     with writing(run.suspects, code="suspects.cannot_write"):
         write_atomically(run.suspects, content)

@@ -17,7 +17,7 @@ from leanclip.errors import UserError
 from leanclip.evaluation import EvaluationSettings
 from leanclip.evaluation.embed import embed_texts, embedded_batches, inference
 from leanclip.losses import create_loss
-from leanclip.losses.pair_weights import MIN_VISITS, count_scores, fit_two_normals, gate, log_odds
+from leanclip.losses.pair_weights import MIN_VISITS, SMALLEST_SHARE, count_scores, fit_two_normals, gate, log_odds
 from leanclip.models import TwoTower
 
 NAMES = ("score", "scored", "null")
@@ -29,9 +29,10 @@ class Scores(NamedTuple):
     """By sample id."""
 
     score: np.ndarray  # float32; high for wrong pairs
-    probability: np.ndarray  # float32, of being wrong
+    probability: np.ndarray  # float32, of being wrong; 0 where the model cannot tell
     scored: np.ndarray  # bool: whether there is a score
     share: float  # of wrong pairs, estimated
+    can_tell: bool  # whether the model tells right from wrong well enough for the estimate
 
 
 def stored_scores(checkpoint: Path) -> Scores | None:
@@ -50,11 +51,11 @@ def model_scores(model: TwoTower, source: Source, settings: EvaluationSettings) 
     tau = min(max(model.temperature(), 0.01), 1.0)
     loss = create_loss("infonce", num_samples=len(source), tau=tau, learn_tau=False, pair_weights="learned")
     loss = loss.to(settings.device)
-    loss.set_epoch(0, 1)
     draw = torch.Generator().manual_seed(0)
     with inference(model, settings):
         for images, captions, ids in _pools(model, source, settings):
             for visit in range(MIN_VISITS):
+                loss.set_epoch(0, 1)  # it expects this once per epoch, and each visit is one
                 texts = [options[visit % len(options)] for options in captions]
                 embedded = embed_texts(model, texts, settings, title="captions")
                 order = torch.randperm(len(ids), generator=draw)
@@ -85,16 +86,18 @@ def _pools(
 
 def judge(score: Tensor, scored: Tensor, null: Tensor) -> Scores:
     """From the tables of a loss. The probability is that of the fit with the gate's share of wrong pairs: the fit
-    alone calls some pairs wrong in any data."""
+    alone calls some pairs wrong in any data. Where the gate is closed for another reason than a small share, right
+    and wrong pairs score alike: a probability would be a guess."""
     visits = int(scored.max()) if len(scored) else 0
     counts = count_scores(score, scored, min(MIN_VISITS, max(1, visits))).double()
     wrong = gate(counts, null)
     if wrong is None:
         raise UserError("the run has not scored its pairs yet; train it longer", code="suspects.no_scores")
     share, fit = wrong.share, fit_two_normals(counts)
+    can_tell = wrong.open or share <= SMALLEST_SHARE
     odds = log_odds(score.float(), *torch.tensor(fit))
-    probability = torch.sigmoid(_logit(share) - _logit(fit.share) - odds)
-    return Scores(score.float().numpy(), probability.numpy(), (scored > 0).numpy(), share)
+    probability = torch.sigmoid(_logit(share if can_tell else 0.0) - _logit(fit.share) - odds)
+    return Scores(score.float().numpy(), probability.numpy(), (scored > 0).numpy(), share, can_tell)
 
 
 def _logit(share: float) -> float:
