@@ -17,6 +17,7 @@ from leanclip.cli.plan import PlanCommand
 from leanclip.cli.report import ReportCommand
 from leanclip.cli.search import SearchCommand
 from leanclip.cli.selftest import SelftestCommand
+from leanclip.cli.suspects import SuspectsCommand
 from leanclip.cli.train import TrainCommand
 from leanclip.losses import LOSSES
 from leanclip.recipes import DIRECTORY, list_recipes
@@ -44,7 +45,7 @@ KNOWN_FLAGS = {
     "plan": flags_of(PlanCommand),
     "evaluate": flags_of(EvaluateCommand),
     "embed": flags_of(EmbedCommand),
-    "data": flags_of(PackCommand, CheckCommand),
+    "data": flags_of(PackCommand, CheckCommand, SuspectsCommand),
     "export": flags_of(ExportCommand),
     "report": flags_of(ReportCommand),
     "search": flags_of(SearchCommand),
