@@ -22,6 +22,7 @@ from training_runs import RunStore
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = Path(__file__).with_name("results_template.md")
+NOISE_ARMS = ("v1-auto", "infonce", "dcl-constant")
 FILES = {
     "loss_over_ranks.csv": loss_over_ranks,
     "communication.csv": communication,
@@ -68,6 +69,7 @@ def headline(named: Mapping[str, Table]) -> dict[str, str]:
         "samples per second, open_clip": rates["open_clip compiled"],
         "recall, fastclip-v3": recalls["fastclip-v3"],
         "recall, infonce": recalls["infonce"],
+        **{f"wrong captions, {arm}": named["noise"].cell("20%", arm, "mean recall@10") for arm in NOISE_ARMS},
     }
 
 
