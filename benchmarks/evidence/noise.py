@@ -247,7 +247,10 @@ def draw(path: Path) -> None:
             axes.plot(arms[arm], [number] * len(arms[arm]), "o", alpha=0.6)
             axes.plot([statistics.fmean(arms[arm])] * 2, [number - 0.3, number + 0.3], "k-")
         axes.set_yticks(range(len(names)), names)
-        axes.set(xlabel="mean of four recall@10 in %", title="20% of the captions exchanged, one point per seed")
+        axes.set(
+            xlabel="mean of four recall@10 in %",
+            title="leanclip train, 20% of the captions exchanged, one point per seed",
+        )
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
         plt.close(figure)
 
