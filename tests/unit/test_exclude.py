@@ -8,7 +8,9 @@ import pytest
 from checkpoint_runs import equal, saved_tensors, train
 from shard_files import picture, write_shard
 
+from leanclip.checkpointing.storage import StoredTensors
 from leanclip.data.exclusion.listed import listed_samples
+from leanclip.data.exclusion.same_shards import same_shards
 from leanclip.data.order import NO_IDS, SplitVisits, WeightedVisits
 from leanclip.data.shards import Shards
 from leanclip.data.source import Part
@@ -69,16 +71,8 @@ def test_keys_and_ids_one_per_line(source, tmp_path):
     assert listed_samples(str(path), source).ids.tolist() == [2, 5]
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-def test_a_table_names_samples_by_id_and_finds_moved_ones_by_key_and_shard(source, tmp_path, suffix):
-    rows = [
-        {"id": 0, "key": "a", "shard": "/old/0.tar"},
-        {"id": 2, "key": "twin", "shard": "/old/1.tar"},  # id and key agree
-        {"id": 6, "key": "twin", "shard": "/old/1.tar"},  # of other data
-        {"id": 0, "key": "b", "shard": "/old/9.tar"},
-    ]
-    path = tmp_path / f"table{suffix}"
-    if suffix == ".csv":
+def write_table(path, rows):
+    if path.suffix == ".csv":
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
@@ -86,8 +80,63 @@ def test_a_table_names_samples_by_id_and_finds_moved_ones_by_key_and_shard(sourc
     else:
         arrow = pytest.importorskip("pyarrow")
         pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), path)
-    ids, message = listed_samples(str(path), source)
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_table_names_samples_by_id_and_finds_moved_ones_by_key_and_shard(source, tmp_path, suffix):
+    rows = [
+        {"id": 0, "key": "a", "shard": "/old/0.tar"},
+        {"id": 2, "key": "twin", "shard": "/old/0.tar"},
+        {"id": 6, "key": "twin", "shard": "/old/1.tar"},  # of other data
+        {"id": 0, "key": "b", "shard": "/old/9.tar"},
+    ]
+    ids, message = listed_samples(write_table(tmp_path / f"table{suffix}", rows), source)
     assert ids.tolist() == [0, 2, 5] and "1 entries" in message and "'b'" in message
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_pairs_that_are_likely_right_are_skipped(source, tmp_path, suffix):
+    rows = [{"id": index, "key": source.key(index), "probability": 0.9 - 0.2 * index} for index in range(4)]
+    ids, message = listed_samples(write_table(tmp_path / f"table{suffix}", rows), source)
+    assert ids.tolist() == [0, 1] and "2 of 7" in message and "2 rows" in message
+    ids, message = listed_samples(write_table(tmp_path / f"right{suffix}", rows[2:]), source)
+    assert not len(ids) and "0 of 7" in message and "2 rows" in message
+    plain = [{"key": row["key"]} for row in rows]
+    assert listed_samples(write_table(tmp_path / f"keys{suffix}", plain), source).ids.tolist() == [0, 1, 2, 3, 5]
+
+
+@pytest.fixture
+def data_sets(tmp_path):
+    """Two data sets with the same names of shards and keys."""
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        folder.mkdir()
+        for number in range(2):
+            shard(folder / f"{number}.tar", ["0", "1", "2"])
+    return folders
+
+
+def test_shards_of_the_same_name_are_told_apart_by_path(data_sets, tmp_path):
+    first, second = data_sets
+    both, swapped = (Shards("::".join(map(str, order))) for order in (data_sets, data_sets[::-1]))
+    rows = [{"id": index, "key": both.key(index), "shard": both.file(index)} for index in (1, 11)]
+    table = write_table(tmp_path / "table.csv", rows)
+    assert listed_samples(table, both).ids.tolist() == [1, 11]
+    assert listed_samples(table, swapped).ids.tolist() == [5, 7]  # an id and its key agree, and the shard is another
+    ids, message = listed_samples(table, Shards(str(second)))
+    assert ids.tolist() == [5] and "1 entries" in message  # not the shard 0.tar of the second, which is in its place
+    moved = [row | {"shard": row["shard"].replace(str(tmp_path), "/old")} for row in rows]
+    with refuses("data.exclude_nothing"):
+        listed_samples(write_table(tmp_path / "moved.csv", moved), both)
+    assert listed_samples(write_table(tmp_path / "one.csv", moved[:1]), Shards(str(first))).ids.tolist() == [1]
+
+
+def test_a_name_that_two_listed_shards_have_decides_nothing():
+    known = ["/new/0.tar", "/new/1.tar"]
+    assert same_shards(["/a/0.tar", "/b/0.tar", "/b/1.tar"], known) == {"/b/1.tar": "/new/1.tar"}
+    assert same_shards(["s3://a/0.tar", "/new/1.tar"], known) == {"/new/1.tar": "/new/1.tar"}
+    assert same_shards(["0.tar"], known) == {"0.tar": "/new/0.tar"}
 
 
 def test_mistakes_are_refused(source, tmp_path):
@@ -130,13 +179,23 @@ def test_a_run_without_them_keeps_ids_and_resumes_with_the_same_ones_only(tmp_pa
         assert refusal_code(capsys.readouterr().err) == "data.exclude_changed"
 
 
-def test_the_suspects_of_a_run_can_be_left_out_of_the_next(tmp_path):
+def test_the_suspects_of_a_run_can_be_left_out_of_the_next(tmp_path, capsys):
     settings = {"pair_weights": "learned", "loss": "infonce", "global_batch_size": 64, "max_steps": 3}
     assert train(tmp_path, **settings) == 0
     table = tmp_path / "worst.csv"
     find_suspects(Search(run=tmp_path / "logs/run", output=table, rows=20, shown=0))
     (tmp_path / "logs/run").rename(tmp_path / "logs/first")
-    assert train(tmp_path, **settings | {"exclude": table, "max_steps": 2}) == 0
     with table.open(newline="") as file:
-        worst = [int(row["id"]) for row in csv.DictReader(file)]
-    assert saved_tensors(tmp_path, 2)["loss.state.scored"][worst].eq(0).all()
+        rows = list(csv.DictReader(file))
+    for likely in (0, 5):  # the model of so short a run cannot tell
+        write_table(table, [row | {"probability": 0.9} for row in rows[:likely]] + rows[likely:])
+        capsys.readouterr()
+        assert train(tmp_path, **settings | {"exclude": table, "max_steps": 2, "name": f"without{likely}"}) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"--exclude: {likely} of " in said and f"samples are left out; {20 - likely} rows" in said
+    worst = [int(row["id"]) for row in rows[:5]]
+    checkpoint = tmp_path / "logs/without5/checkpoints/last/state"
+    assert StoredTensors.open(checkpoint).read(["loss.state.scored"])["loss.state.scored"][worst].eq(0).all()
+    resumed = {"exclude": table, "max_steps": 3, "name": "without0", "resume": "latest"}
+    write_table(table, rows)
+    assert train(tmp_path, **settings | resumed) == 0

@@ -11,6 +11,7 @@ from pyarrow import parquet
 from search_sets import FIRST, SCRIPT, SECOND, embed, image_of, write_hostile_shards
 from shard_files import exit_code
 
+from leanclip.search.data import Shard
 from leanclip.search.duplicates import PairSearch
 from leanclip.search.engine import RequestError, open_engine
 from leanclip.search.index import ExactIndex, LargeIndex, open_index
@@ -175,6 +176,16 @@ def test_suspects_are_joined_by_shard_and_key(kind, engine, tmp_path):
     path.write_bytes(b"a,b\n1,2\n")
     with refuses("search.bad_suspects"):
         find_suspects(engine.store, str(path))
+
+
+def test_suspects_of_shards_with_the_same_name_are_told_apart(engine, tmp_path, monkeypatch):
+    store = engine.store
+    monkeypatch.setattr(store, "shards", [Shard("/a/0.tar", 0), Shard("/b/0.tar", 20)])
+    monkeypatch.setattr(store, "keys", np.array([b"k%02d" % (number % 20) for number in range(40)]))
+    table = "key,shard,id\nk03,/b/0.tar,3\nk04,/a/0.tar,4\nk05,0.tar,5\nk06,/b/0.tar,\nk07,/b/0.tar,99\n"
+    (tmp_path / "suspects.csv").write_text(table)
+    rows = find_suspects(store, str(tmp_path / "suspects.csv"))
+    assert rows is not None and [row["id"] for row in rows] == [23, 4, None, 26, 27]
 
 
 def test_what_moved_or_is_another_is_named(embedded, small_run, tmp_path):

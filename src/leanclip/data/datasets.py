@@ -161,7 +161,7 @@ def _without_excluded(
         )
     if listed is None:
         return visits, []
-    source.excluded = zlib.crc32(ids.tobytes())
+    source.excluded = zlib.crc32(ids.tobytes()) if len(ids) else None
     return visits.without(ids), [listed.message]
 
 

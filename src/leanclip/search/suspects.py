@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from leanclip.data.exclusion.same_shards import same_shards
 from leanclip.errors import UserError, first_line
 from leanclip.search.store import EmbeddingStore
 
@@ -52,11 +53,22 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _ids(store: EmbeddingStore, rows: list[dict[str, Any]]) -> list[int | None]:
-    """The id of each row by shard and key. Several shards may have the same keys; a shard is known by its name."""
+    """The id of each row: its own, if shard and key are those of that sample; otherwise by shard and key."""
+    paths = [shard.path for shard in store.shards]
+    shard_of = same_shards({str(row["shard"]) for row in rows}, paths)
+
+    def names(index: int) -> tuple[str, str]:
+        return paths[int(store.shard_number(index))], store.key(index)
+
     wanted = np.array([str(row["key"]).encode("utf-8", "replace") for row in rows])
     order = np.argsort(wanted)
     positions = np.flatnonzero(np.isin(store.keys, wanted[order]))
     ids: dict[tuple[str, str], int] = {}
     for index in positions.tolist():
-        ids.setdefault((store.shards[int(store.shard_number(index))].name, store.key(index)), index)
-    return [ids.get((str(row["shard"]).rstrip("/").rpartition("/")[2], str(row["key"]))) for row in rows]
+        ids.setdefault(names(index), index)
+    found = []
+    for row in rows:
+        name, number = (shard_of.get(str(row["shard"]), ""), str(row["key"])), str(row.get("id"))
+        index = int(number) if number.isdecimal() and len(number) < 19 else store.samples
+        found.append(index if index < store.samples and names(index) == name else ids.get(name))
+    return found

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from leanclip.data.exclusion.same_shards import same_shards
+from leanclip.data.shards import Shards
 from leanclip.data.source import Source
 from leanclip.errors import UserError, first_line
 from leanclip.progress import ACTIVITY, progress_bar
@@ -15,6 +17,7 @@ ID_PREFIX = "id:"
 TABLES = (".csv", ".parquet")
 SHOWN_SAMPLES = 1_000_000  # whose keys are read in more than a moment
 REPORT_EVERY = 1 << 14  # keys
+LEAST_PROBABILITY = 0.5  # of being wrong, above which a row of a table of suspects is taken
 
 
 class Entry(NamedTuple):
@@ -22,7 +25,8 @@ class Entry(NamedTuple):
 
     key: str | None
     id: int | None = None
-    file: str | None = None  # the name of its shard
+    file: str | None = None  # its shard
+    taken: bool = True  # False for a pair that is more likely right than wrong
 
     def __str__(self) -> str:
         return self.key or f"{ID_PREFIX}{self.id}"
@@ -34,39 +38,58 @@ class Listed(NamedTuple):
 
 
 def listed_samples(path: str, source: Source) -> Listed:
-    """The ids of the samples that a file lists. Entries that name none are counted."""
-    ids, by_key, unknown = set[int](), dict[str, list[Entry]](), list[Entry]()
+    """The ids of the samples that a file lists. Entries that name none are counted, and those that are not taken."""
+    ids, by_key, unknown, skipped = set[int](), dict[str, list[Entry]](), list[Entry](), 0
+    shard_of = _shards(Path(path), source)
     for entry in _entries(Path(path)):
-        if entry.id is not None and 0 <= entry.id < len(source) and entry.key in (None, source.key(entry.id)):
+        if not entry.taken:
+            skipped += 1
+        elif entry.id is not None and 0 <= entry.id < len(source) and _names(entry, source, entry.id, shard_of):
             ids.add(entry.id)
         elif entry.key is not None:  # without an id, or with that of other data
             by_key.setdefault(entry.key, []).append(entry)
         else:
             unknown.append(entry)
     if by_key:
-        found = _find(source, by_key)
+        found = _find(source, by_key, shard_of)
         ids |= found.keys()
         matched = set(found.values())
         unknown += [entry for entries in by_key.values() for entry in entries if entry not in matched]
-    if not ids:
+    if not ids and (unknown or not skipped):
         raise UserError(
             f"--exclude {path} names no sample of the training data; give keys or {ID_PREFIX}NUMBER, one per line, or"
             " a table that leanclip data suspects wrote",
             code="data.exclude_nothing",
         )
     message = f"--exclude: {len(ids):,} of {len(source):,} samples are left out"
+    if skipped:
+        message += f"; {skipped:,} rows with a probability of at most {LEAST_PROBABILITY} are skipped"
     if unknown:
         message += f"; {len(unknown):,} entries of {path} name no sample, such as {str(unknown[0])[:80]!r}"
     return Listed(np.array(sorted(ids), np.int64), message)
 
 
-def _find(source: Source, by_key: Mapping[str, list[Entry]]) -> dict[int, Entry]:
+def _shards(path: Path, source: Source) -> dict[str, str]:
+    """Of the shards that the entries name, those of the data."""
+    listed = {entry.file for entry in _entries(path) if entry.file is not None}
+    known = [file.path for file in source.files] if isinstance(source, Shards) else [source.file(0)]
+    return same_shards(listed, known) if listed else {}
+
+
+def _names(entry: Entry, source: Source, index: int, shard_of: Mapping[str, str]) -> bool:
+    """Whether an entry is of this sample, by all that it says besides the id."""
+    if entry.key is not None and entry.key != source.key(index):
+        return False
+    return entry.file is None or shard_of.get(entry.file) == source.file(index)
+
+
+def _find(source: Source, by_key: Mapping[str, list[Entry]], shard_of: Mapping[str, str]) -> dict[int, Entry]:
     """The samples with these keys, each with the entry that names it. Reads the key of every sample."""
     found: dict[int, Entry] = {}
     with progress_bar("keys for --exclude", len(source), shown=len(source) >= SHOWN_SAMPLES) as progress:
         for index in range(len(source)):
             for entry in by_key.get(source.key(index), ()):
-                if entry.file is None or entry.file == source.file(index).rpartition("/")[2]:
+                if entry.file is None or shard_of.get(entry.file) == source.file(index):
                     found[index] = entry
             if index % REPORT_EVERY == REPORT_EVERY - 1:
                 progress(REPORT_EVERY)
@@ -91,14 +114,22 @@ def _entries(path: Path) -> Iterator[Entry]:
 
 
 def _table_entries(path: Path) -> Iterator[Entry]:
-    """Of a table with the columns `key` or `id`, and perhaps `shard`."""
+    """Of a table with the columns `key` or `id`, and perhaps `shard` and `probability`."""
     rows = _parquet_rows(path) if path.suffix.lower() == ".parquet" else _csv_rows(path)
     for row in rows:
         if "key" not in row and "id" not in row:
             raise UserError(f"--exclude {path} has neither a column key nor a column id", code="data.missing_column")
         number, key = ("" if row.get(name) is None else str(row[name]) for name in ("id", "key"))
-        shard = str(row["shard"]).rpartition("/")[2] if row.get("shard") else None
-        yield Entry(key or None, int(number) if number.isdecimal() and len(number) < 19 else None, shard)
+        index = int(number) if number.isdecimal() and len(number) < 19 else None
+        shard = str(row["shard"]) if row.get("shard") else None
+        yield Entry(key or None, index, shard, "probability" not in row or _is_likely(row["probability"]))
+
+
+def _is_likely(probability: Any) -> bool:
+    try:
+        return float(probability) > LEAST_PROBABILITY
+    except (TypeError, ValueError):
+        return False
 
 
 def _csv_rows(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -116,7 +147,7 @@ def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
         ) from error
     try:
         file = parquet.ParquetFile(path)
-        columns = [name for name in ("id", "key", "shard") if name in file.schema_arrow.names]
+        columns = [name for name in ("id", "key", "shard", "probability") if name in file.schema_arrow.names]
         for batch in file.iter_batches(columns=columns) if columns else ():
             yield from batch.to_pylist()
         if not columns:
