@@ -14,8 +14,10 @@ scored its pairs while it trained, and no image is read for the table; for other
 the data.
 
 Example: leanclip data suspects logs/mine
-         leanclip data suspects logs/mine --rows 5000 --output worst.csv
+         leanclip data suspects logs/mine --output worst.csv
          leanclip train --config logs/mine/config.toml --name cleaner --exclude worst.csv
+
+Of the table, --exclude takes the pairs that are more likely wrong than right, and skips the others.
 """
 
 

@@ -43,7 +43,8 @@ class DataConfig:
     loss or --pair-weights takes wrong captions."""
     exclude: str | None = setting(None, resume="free")
     """A file of samples to leave out: keys or id:NUMBER, one per line, or a table of leanclip data suspects (.csv,
-    .parquet). The others keep their ids. A resumed run must leave out the same ones."""
+    .parquet), whose rows with a probability above 0.5 are taken. The other samples keep their ids. A resumed run must
+    leave out the same ones."""
     max_broken: float = setting(0.01, resume="free")
     """The share of samples that may be broken before the run stops. Broken samples are replaced by others."""
     shuffle: Literal["all", "blocks"] = setting("all", resume="fixed_unless_reset")
