@@ -1,19 +1,24 @@
 """leanclip embed: vectors and keys of every kind of data, resumed and refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
 from data_forms import make_csv, make_folder, write_images
+from safetensors.torch import load_file, save_file
 from shard_files import exit_code, picture, sound, write_shard
 
 import leanclip
 from leanclip.data import EvaluationTransform
 from leanclip.features.table import FeatureTable
+from leanclip.models import WEIGHTS_FILE, TwoTower
 from leanclip.search.embed import place_of
+from leanclip.search.engine import open_engine
 from leanclip.search.store import EmbeddingStore, stored_key
+from refusal import refuses
 
 
 def embed(model, data, out, *flags):
@@ -56,7 +61,8 @@ def test_vectors_and_keys_of_shards(small_run, shards, tmp_path, capsys):
         "captions_first": 28, "captions_rows": 2,
     }  # fmt: skip
     facts = json.loads((out / "embeddings.json").read_text())
-    assert facts["model"]["place"] == str(small_run) and len(facts["model"]["digest"]) == 64
+    assert facts["model"]["place"] == str(small_run / "checkpoints/step_00000015")
+    assert len(facts["model"]["digest"]) == 64
     assert facts["model"]["preprocess"]["size"] == [32, 32]
     assert facts["data"]["location"] == str(shards)
     assert facts["shards"] == [[str(shards / "000.tar"), 0], [str(shards / "001.tar"), 20]]
@@ -103,6 +109,45 @@ def test_one_side_first_and_the_other_later(small_run, shards, tmp_path):
     assert embed(small_run, shards, tmp_path / "both") == 0
     for name in ("images/features.npy", "captions/features.npy", "keys.npy", "keys.parquet"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "both" / name).read_bytes()
+
+
+def test_only_the_side_that_lacks_is_read_and_computed(small_run, shards, tmp_path, monkeypatch):
+    decoded, texts = [], []
+    decode, encode = EvaluationTransform.__call__, TwoTower.encode_text
+    monkeypatch.setattr(EvaluationTransform, "__call__", lambda *a: decoded.append(1) or decode(*a))
+    monkeypatch.setattr(TwoTower, "encode_text", lambda self, tokens: texts.append(1) or encode(self, tokens))
+    assert embed(small_run, shards, tmp_path / "out", "--of", "images") == 0
+    assert (len(decoded), len(texts)) == (35, 0)
+    assert embed(small_run, shards, tmp_path / "out", "--of", "captions") == 0
+    assert (len(decoded), len(texts)) == (35, 1)
+    done = np.load(tmp_path / "out/images/done.npy", mmap_mode="r+")
+    done[3] = 0  # killed before it was marked
+    done.flush()
+    assert embed(small_run, shards, tmp_path / "out") == 0
+    assert (len(decoded), len(texts)) == (70, 1)
+
+
+def test_a_run_that_trained_on_is_named_by_its_steps(small_run, shards, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(small_run, run, symlinks=True)
+    assert embed(run, shards, tmp_path / "out", "--of", "images") == 0
+    later = run / "checkpoints/step_00000030"
+    shutil.copytree(run / "checkpoints/step_00000015", later)
+    weights = load_file(later / WEIGHTS_FILE)
+    save_file({name: value * 2 if "proj" in name else value for name, value in weights.items()}, later / WEIGHTS_FILE)
+    (run / "checkpoints/last").unlink()
+    (run / "checkpoints/last").symlink_to(later.name)
+    open_engine(str(tmp_path / "out"), device="cpu")  # with the checkpoint that it was embedded with
+    capsys.readouterr()
+    assert embed(run, shards, tmp_path / "out", "--of", "images") == 2
+    error = capsys.readouterr().err
+    assert "[search.other_model]" in error
+    assert "step_00000015 (step 15, weights" in error and "step_00000030 (step 30, weights" in error
+    with refuses("search.other_model", "step 15", "step 30"):
+        open_engine(str(tmp_path / "out"), model=str(run), device="cpu")
+    shutil.rmtree(run / "checkpoints/step_00000015")
+    with refuses("search.model_moved", "step 15", "--model"):
+        open_engine(str(tmp_path / "out"), device="cpu")
 
 
 def test_a_finished_store_is_read_and_nothing_is_computed(small_run, shards, tmp_path, monkeypatch, capsys):

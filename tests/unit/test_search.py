@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import time
 
 import numpy as np
 import pyarrow
@@ -13,7 +14,7 @@ from shard_files import exit_code
 
 from leanclip.search.data import Shard
 from leanclip.search.duplicates import PairSearch
-from leanclip.search.engine import RequestError, open_engine
+from leanclip.search.engine import Engine, RequestError, open_engine
 from leanclip.search.index import ExactIndex, LargeIndex, open_index
 from leanclip.search.store import EmbeddingStore
 from leanclip.search.suspects import find_suspects
@@ -135,7 +136,54 @@ def test_near_duplicates(engine, embedded):
         assert sorted(search.pairs.tolist()) == all_pairs.tolist()
 
 
-def test_images_are_sorted_into_classes(engine):
+def test_a_comparison_that_fails_says_so_and_can_be_tried_again(engine, monkeypatch):
+    def fail(search, index, ids):
+        raise IndexError("out of range")
+
+    fresh = Engine(engine.store, engine.source, engine.model, engine.index)
+    with monkeypatch.context() as patched:
+        patched.setattr(PairSearch, "_compare_all", fail)
+        search = fresh.pairs(0.9999)
+        wait_for(search)
+    assert search.error == "the images could not be compared (IndexError: out of range)"
+    assert fresh.pairs(0.9999) is search  # reported
+    again = fresh.pairs(0.9999)
+    wait_for(again)
+    assert again.error is None and len(again.pairs)
+
+
+def wait_for(search):
+    while not search.finished:
+        time.sleep(0.01)
+
+
+def test_two_pages_do_not_end_each_others_comparison(engine):
+    fresh = Engine(engine.store, engine.source, engine.model, engine.index)
+    lower = fresh.pairs(0.9)
+    assert fresh.pairs(0.9999) is lower and fresh.pairs(0.9) is lower
+    wait_for(lower)
+    alone = PairSearch(0.9999)
+    alone.run(engine.index, engine.usable)
+    count = lower.count(0.9999)
+    assert 0 < count == len(alone.pairs) and lower.pairs[:count].tolist() == alone.pairs.tolist()
+
+
+def test_the_approximate_index_is_asked_under_the_lock(engine):
+    class Whole:
+        def neighbours(self, queries, count):
+            assert engine._computing.locked()
+            return np.zeros((len(queries), count), np.int64), np.zeros((len(queries), count), np.float32)
+
+    features = engine.store.tables["images"].features
+    large = LargeIndex(features, engine.usable, Whole())  # type: ignore[arg-type]
+    search = PairSearch(0.9, asking=engine._computing)
+    search.run(large, engine.usable)
+    assert search.finished and search.error is None
+    fresh = Engine(engine.store, engine.source, engine.model, large)
+    assert fresh.pairs(0.9).asking is fresh._computing
+
+
+def test_images_are_sorted_into_classes(engine, monkeypatch):
     name, result = engine.sort(["square number 1", " square number 2", "", "a  dog", "a dog"], "plain")
     assert result.classes == ("square number 1", "square number 2", "a dog")
     assert sum(result.counts) == 39 and sorted(result.ids.tolist()) == [i for i in range(40) if i != 5]
@@ -155,6 +203,9 @@ def test_images_are_sorted_into_classes(engine):
     for classes, templates in ((["one"], "plain"), (["a", "b"], "other"), ([str(n) for n in range(1001)], "plain")):
         with pytest.raises(RequestError):
             engine.sort(classes, templates)
+    monkeypatch.setattr(engine, "_texts", lambda texts: pytest.fail("computed"))
+    with pytest.raises(RequestError, match=r"101 classes with 80 prompts each are 8,080 sentences; at most 8,000"):
+        engine.sort([str(n) for n in range(101)], "openai")
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -209,7 +260,7 @@ def test_what_moved_or_is_another_is_named(embedded, small_run, tmp_path):
         open_engine(out)
     facts["model"]["digest"] = "0" * 64
     (folder / "out/embeddings.json").write_text(json.dumps(facts))
-    with refuses("search.other_model", str(small_run), "000000000000"):
+    with refuses("search.other_model", str(small_run), "step 15", "000000000000"):
         open_engine(out, data=str(folder / "elsewhere"))
     facts["model"]["place"] = str(folder / "gone")
     (folder / "out/embeddings.json").write_text(json.dumps(facts))

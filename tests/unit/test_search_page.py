@@ -9,6 +9,7 @@ from shard_files import exit_code
 
 from browser import needs_browser, open_browser
 from leanclip.data.datasets import BUNDLED
+from leanclip.search.duplicates import PairSearch
 from leanclip.search.engine import open_engine
 
 pytestmark = [needs_browser, pytest.mark.timeout(180)]
@@ -143,6 +144,11 @@ def test_classes_duplicates_and_suspects(server, width, dark):
 
 
 def test_mistakes_are_said_on_the_page(server, monkeypatch):
+    def fail(search, index, ids):
+        raise IndexError("out of range")
+
+    monkeypatch.setattr(PairSearch, "_compare_all", fail)
+    monkeypatch.setattr(server.engine, "_pairs", None)
     with open_browser(400, 900) as (page, console, _):
         page.goto(server.url)
         page.click("#search .main")
@@ -152,6 +158,10 @@ def test_mistakes_are_said_on_the_page(server, monkeypatch):
         page.evaluate("state.info.upload_bytes = 2 ** 20")
         page.evaluate(DROP, [0] * (2**20 + 1))
         wait_for(page, "at most 1 MiB are read")
+        page.click("#tab-duplicates")
+        page.keyboard.press("Tab")
+        page.evaluate("document.getElementById('pairs').requestSubmit()")
+        wait_for(page, "the images could not be compared (IndexError: out of range)")
         assert [line for line in console if "400 (Bad Request)" not in line] == []
 
 

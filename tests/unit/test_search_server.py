@@ -1,8 +1,10 @@
 """The page's server: what it answers, what it refuses, and that it stays up."""
 
+import contextlib
 import csv
 import io
 import random
+import select
 import socket
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -253,6 +255,29 @@ def test_idle_connections_do_not_block_others(server):
     finally:
         for connection in idle:
             connection.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "limit"),
+    [
+        ("Host: 127.0.0.1:{}\r\nContent-Type: image/png\r\nContent-Length: 90\r\n\r\n", "BODY_SECONDS"),
+        ("X: ", "SECONDS"),
+    ],
+    ids=["body", "header"],
+)
+def test_a_request_that_arrives_byte_by_byte_is_ended(server, monkeypatch, head, limit):
+    """Each byte comes in time; all together do not. A slower machine only makes them later."""
+    monkeypatch.setattr(server_module, limit, 0.3)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(f"POST /api/search-image HTTP/1.1\r\n{head.format(server.port)}".encode())
+        sent, answer = 0, b""
+        with contextlib.suppress(ConnectionError):
+            while sent < 90 and not select.select([connection], [], [], 0.05)[0]:
+                sent += connection.send(b"x")
+            while part := connection.recv(1 << 16):
+                answer += part
+    assert sent < 90
+    assert answer == b"" if limit == "SECONDS" else b" 408 " in answer and b"within 0.3 seconds" in answer
 
 
 def test_a_port_that_is_taken_is_refused(server, capsys):

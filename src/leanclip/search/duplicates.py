@@ -1,12 +1,13 @@
 """Pairs of images whose vectors are almost equal, found in a thread while the page shows the progress."""
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from leanclip.errors import UserError
+from leanclip.errors import UserError, first_line
 from leanclip.search.index import ExactIndex, LargeIndex
 
 LARGEST_COMPARED = 50_000  # images of which all pairs are compared; more need the approximate index
@@ -26,14 +27,22 @@ class PairSearch:
     pairs: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int64))
     scores: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     stop: threading.Event = field(default_factory=threading.Event)
+    asking: AbstractContextManager[object] = field(default_factory=nullcontext)  # the lock of an approximate index
 
     def run(self, index: ExactIndex | LargeIndex, usable: np.ndarray) -> None:
         try:
             search = self._compare_all if isinstance(index, ExactIndex) else self._ask_index
             search(index, np.flatnonzero(usable))  # type: ignore[arg-type]
-        except (UserError, RuntimeError, MemoryError) as error:
+        except UserError as error:
             self.error = str(error)
-        self.finished = not self.stop.is_set()
+        except Exception as error:  # the page would wait for a thread that has ended
+            self.error = f"the images could not be compared ({first_line(error)})"
+        finally:
+            self.finished = not self.stop.is_set()
+
+    def count(self, threshold: float) -> int:
+        """How many of the pairs so far have this score, which may be larger than `self.threshold`."""
+        return int(np.count_nonzero(self.scores >= np.float32(threshold)))
 
     def _compare_all(self, index: ExactIndex, ids: np.ndarray) -> None:
         if len(ids) > LARGEST_COMPARED:
@@ -57,7 +66,8 @@ class PairSearch:
             if self.stop.is_set():
                 return
             part = ids[start : start + ROWS_AT_ONCE]
-            found, scores = index.whole.neighbours(index.features[part], NEIGHBOURS)
+            with self.asking:
+                found, scores = index.whole.neighbours(index.features[part], NEIGHBOURS)
             pairs = np.stack([np.repeat(part, found.shape[1]), found.ravel()], axis=1)
             kept = (scores.ravel() >= self.threshold) & (pairs[:, 0] != pairs[:, 1])
             self._add(np.sort(pairs[kept], axis=1), scores.ravel()[kept])

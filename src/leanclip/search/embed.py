@@ -4,6 +4,7 @@ A block always holds the same samples, so that a run that was killed and continu
 processes, writes the same bytes as one that was not.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -24,7 +25,7 @@ from leanclip.evaluation.embed import MANY_SAMPLES, EvaluationSettings, inferenc
 from leanclip.features.locked_towers import count_captions, digest_of
 from leanclip.features.table import BROKEN
 from leanclip.filesystem import writing
-from leanclip.inference import find_model
+from leanclip.inference import find_checkpoint, find_model
 from leanclip.models import TwoTower
 from leanclip.progress import ACTIVITY, progress_bar
 from leanclip.search.data import absolute, identity_of, open_data, shards_of
@@ -52,9 +53,10 @@ def embed_data(
 ) -> EmbeddingStore:
     """The complete store: what another run has already written is kept. All ranks call it together."""
     ranks = Ranks.current()
-    model = find_model(name).load().to(settings.device).eval()
+    place = ranks.broadcast_from_first(lambda: place_of(name))  # a run that trains on has another checkpoint soon
+    model = find_model(place).load().to(settings.device).eval()
     source = open_data(data, config)
-    facts = facts_of(model, place_of(name), source, absolute(data), config, precision)
+    facts = facts_of(model, place, source, absolute(data), config, precision)
     with writing(out, code="embed.not_writable"):
         missing = ranks.broadcast_from_first(lambda: _prepare(out, facts, source, of, notify))
     store = EmbeddingStore(out, writable=True)
@@ -108,8 +110,8 @@ def refuse_other(store: EmbeddingStore, facts: dict[str, Any]) -> None:
     old, new = store.facts["model"], facts["model"]
     if old["digest"] != new["digest"]:
         raise UserError(
-            f"{store.directory} was embedded with {old['place']} (weights {old['digest'][:12]}), not with"
-            f" {new['place']} (weights {new['digest'][:12]}); give that model, or another directory",
+            f"{store.directory} was embedded with {described(old)}, not with {described(new)}; give that model, or"
+            " another directory",
             code="search.other_model",
         )
     changed = [name for name in ("preprocess", "precision") if plain(old[name]) != plain(new[name])]
@@ -175,7 +177,7 @@ class _Blocks(Dataset):
     source: Source
     numbers: np.ndarray  # of the blocks
     transform: Transform
-    sides: tuple[str, ...]
+    sides: list[tuple[str, ...]]  # that each block lacks
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -183,11 +185,13 @@ class _Blocks(Dataset):
     def __getitem__(self, number: int) -> _Block | UserError:
         start = int(self.numbers[number]) * BLOCK
         ids = list(range(start, min(start + BLOCK, len(self.source))))
-        self.source.prefetch(ids)
+        sides = self.sides[number]
+        if "images" in sides:
+            self.source.prefetch(ids)
         block, pixels = _Block(ids, [self.source.key(index) for index in ids]), {}
         readers = {"images": (pixels, self._pixels), "captions": (block.captions, self.source.captions)}
         try:
-            for side in self.sides:
+            for side in sides:
                 values, read = readers[side]
                 for index in ids:
                     try:
@@ -214,7 +218,9 @@ def _fill(
     store: EmbeddingStore, model: TwoTower, source: Source, blocks: np.ndarray, settings: EvaluationSettings
 ) -> Iterator[int]:
     """Compute and write blocks. While the device computes one, the one before is written."""
-    data = _Blocks(source, blocks, EvaluationTransform(model.preprocess), tuple(store.tables))
+    lacking = {side: set(np.unique(table.missing() // BLOCK).tolist()) for side, table in store.tables.items()}
+    sides = [tuple(side for side in lacking if block in lacking[side]) for block in blocks.tolist()]
+    data = _Blocks(source, blocks, EvaluationTransform(model.preprocess), sides)
     workers = settings.workers if store.samples > MANY_SAMPLES else 0
     waiting: tuple[_Block, dict[str, Tensor]] | None = None
     for block in in_order(data, workers=workers, pin_memory=settings.device.type == "cuda"):
@@ -292,9 +298,17 @@ def config_of(facts: dict[str, Any]) -> DataConfig:
     return DataConfig(**{name: facts["data"]["columns"][name] for name in COLUMNS})
 
 
+def described(model: dict[str, Any]) -> str:
+    """A model as `facts_of` records it, for a message."""
+    step = re.fullmatch(r"step_([0-9]+)", Path(model["place"]).name)
+    return f"{model['place']} ({f'step {int(step[1]):,}, ' if step else ''}weights {model['digest'][:12]})"
+
+
 def place_of(model: str) -> str:
-    """A model by a name that does not depend on the working directory."""
+    """A model by a name that does not depend on the working directory, nor on the steps that a run trains on."""
     name, colon, weights = model.partition(":")
+    if Path(model).is_dir():
+        return str(find_checkpoint(Path(model)).resolve())
     if Path(model).exists():
         return str(Path(model).absolute())
     return f"{name}:{Path(weights).absolute()}" if colon and Path(weights).exists() else model

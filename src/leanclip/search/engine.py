@@ -21,12 +21,13 @@ from leanclip.inference import find_model
 from leanclip.models import TEMPLATES, TwoTower
 from leanclip.search.data import identity_of, open_data
 from leanclip.search.duplicates import PairSearch
-from leanclip.search.embed import config_of, place_of
+from leanclip.search.embed import config_of, described, place_of
 from leanclip.search.index import LARGEST_EXACT, ExactIndex, LargeIndex, open_index
 from leanclip.search.store import EmbeddingStore, plain
 from leanclip.search.zero_shot import Sorted, sort_into
 
 LONGEST_TEXT, MOST_HITS, MOST_CLASSES, LONGEST_CAPTION = 2000, 1000, 1000, 2000
+MOST_PROMPTS = 8000  # classes times templates: some minutes of a CPU
 THUMBNAILS_KEPT, QUERIES_KEPT, SORTED_KEPT = 2000, 256, 4
 DECODED_AT_ONCE = 2  # images; a large one takes some hundred MB
 T = TypeVar("T")
@@ -107,10 +108,11 @@ class Engine:
         return np.asarray(self.store.tables["images"].features[index], np.float32)
 
     def _texts(self, texts: list[str]) -> np.ndarray:
-        with self._computing, torch.no_grad():
-            tokens = self.model.tokenizer(texts)
-            parts = [self.model.encode_text(part) for part in tokens.split(256)]
-            return torch.cat(parts).float().cpu().numpy()
+        parts = []
+        for start in range(0, len(texts), 256):
+            with self._computing, torch.no_grad():  # others compute between two parts
+                parts.append(self.model.encode_text(self.model.tokenizer(texts[start : start + 256])))
+        return torch.cat(parts).float().cpu().numpy()
 
     def nearest(self, query: np.ndarray, *, count: int = 10, offset: int = 0, shard: int | None = None) -> list[Hit]:
         """The hits from `offset` on, and none beyond the first MOST_HITS."""
@@ -190,6 +192,12 @@ class Engine:
             raise RequestError(f"at most {MOST_CLASSES:,} classes of {LONGEST_TEXT:,} characters are sorted into")
         if templates not in ("plain", *TEMPLATES):
             raise RequestError(f"the prompts are plain, {', '.join(TEMPLATES)}")
+        each = 1 if templates == "plain" else len(TEMPLATES[templates])
+        if len(names) * each > MOST_PROMPTS:
+            raise RequestError(
+                f"{len(names):,} classes with {each} prompts each are {len(names) * each:,} sentences; at most"
+                f" {MOST_PROMPTS:,} are embedded: type fewer classes, or choose other prompts"
+            )
         name = f"{hash((names, templates)) & 0xFFFF_FFFF_FFFF:012x}"
         return name, self.sorted.get(name, lambda: self._sort(names, templates))
 
@@ -203,16 +211,20 @@ class Engine:
             return sort_into(names, classifier, features, ids, scale=1 / self.model.temperature())
 
     def pairs(self, threshold: float) -> PairSearch:
-        """Near-duplicates: the search runs in a thread, and one with another threshold ends it."""
+        """Near-duplicates, searched in a thread. The pairs of a lower threshold include those of a higher one: only a
+        lower one starts again, so that two pages do not end each other's search."""
         if not 0.5 <= threshold <= 1:
             raise RequestError("the threshold is a score from 0.5 to 1")
         with self._reading:
-            if self._pairs is None or self._pairs.threshold != threshold:
-                if self._pairs is not None:
-                    self._pairs.stop.set()
-                self._pairs = PairSearch(threshold)
-                threading.Thread(target=self._pairs.run, args=(self.index, self.usable), daemon=True).start()
-            return self._pairs
+            search = self._pairs
+            if search is None or search.threshold > threshold:
+                if search is not None:
+                    search.stop.set()
+                search = self._pairs = PairSearch(threshold, asking=self._computing)
+                threading.Thread(target=search.run, args=(self.index, self.usable), daemon=True).start()
+            elif search.finished and search.error is not None:
+                self._pairs = None  # it is reported now; the next request tries again
+            return search
 
 
 def open_engine(
@@ -242,20 +254,22 @@ def open_engine(
 def _open_model(store: EmbeddingStore, name: str | None) -> TwoTower:
     recorded = store.facts["model"]
     try:
-        model = find_model(name or recorded["place"]).load()
+        place = place_of(name or recorded["place"])
+        model = find_model(place).load()
     except UserError as error:
         if name is not None:
             raise
         raise UserError(
-            f"the embeddings were made with {recorded['place']}, which cannot be loaded ({error}); say where the"
-            " model is now with --model",
+            f"the embeddings were made with {described(recorded)}, which cannot be loaded ({error}); say where it is"
+            " now with --model, or embed into another directory",
             code="search.model_moved",
         ) from error
     digest = digest_of(model.clip)
     if digest != recorded["digest"]:
         raise UserError(
-            f"{store.directory} was embedded with {recorded['place']} (weights {recorded['digest'][:12]}), not with"
-            f" {place_of(name or recorded['place'])} (weights {digest[:12]}); give that model, or embed again",
+            f"{store.directory} was embedded with {described(recorded)}, not with"
+            f" {described({'place': place, 'digest': digest})}; give that model with --model, or embed into another"
+            " directory",
             code="search.other_model",
         )
     return model

@@ -13,6 +13,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,7 +27,7 @@ from leanclip.models import TEMPLATES
 from leanclip.search.engine import Engine, RequestError
 
 MAX_UPLOAD_BYTES, MAX_JSON_BYTES = 32 << 20, 256 << 10
-SECONDS = 10  # that a client may take to send a request
+SECONDS, BODY_SECONDS = 10, 30  # that a client may take to send a request, and what comes with it
 REQUESTS_AT_ONCE, UPLOADS_AT_ONCE = 64, 8
 THUMBNAIL_PIXELS, LARGE_PIXELS = 256, 1024
 FILES = {
@@ -127,10 +128,32 @@ def _host_and_port(header: str) -> tuple[str, int | None]:
         return "", None
 
 
+class _Received(io.RawIOBase):
+    """What a client sends, until a deadline for all of it: one byte from time to time does not keep a thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.deadline = connection, time.monotonic() + SECONDS
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self.connection.settimeout(left)
+        return self.connection.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: SearchServer  # type: ignore[assignment]
     server_version, sys_version = "leanclip", ""
-    timeout = SECONDS
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.received = _Received(self.connection)
+        self.rfile = io.BufferedReader(self.received)
 
     def do_GET(self) -> None:
         self._answer(GET)
@@ -179,6 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(reply)
 
     def _send(self, reply: Reply) -> None:
+        self.connection.settimeout(SECONDS)
         self.send_response(reply.status)
         sizes = (("Content-Type", reply.kind), ("Content-Length", str(len(reply.content))))
         for name, value in (*sizes, *reply.headers, *HEADERS.items()):
@@ -213,22 +237,27 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length") or ""
         if not length.isascii() or not length.isdigit() or len(length) > 12 or "Transfer-Encoding" in self.headers:
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "send the length of the content")
+        self.received.deadline = time.monotonic() + BODY_SECONDS
+        try:
+            content = self.rfile.read(int(length)) if int(length) <= limit else self._discard(int(length))
+        except TimeoutError as error:
+            message = f"the content did not arrive within {BODY_SECONDS} seconds"
+            raise Refused(HTTPStatus.REQUEST_TIMEOUT, message) from error
         if int(length) > limit:
-            self._discard(int(length))
             size, most = int(length) / 2**20, limit / 2**20
             raise Refused(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{size:,.1f} MiB were sent; at most {most:g} MiB are read"
             )
-        content = self.rfile.read(int(length))
         if len(content) < int(length):
             raise Refused(HTTPStatus.BAD_REQUEST, "the content is shorter than its length")
         return content
 
-    def _discard(self, length: int) -> None:
+    def _discard(self, length: int) -> bytes:
         """Read what is refused, up to a bound: a client that is still sending would not see the answer."""
         left = min(length, 8 * MAX_UPLOAD_BYTES)
         while left > 0 and (part := self.rfile.read(min(left, 1 << 20))):
             left -= len(part)
+        return b""
 
     def json_body(self) -> dict[str, Any]:
         try:
@@ -322,16 +351,14 @@ def _duplicates(handler: _Handler, rest: str) -> Reply:
     except ValueError as error:
         raise Refused(HTTPStatus.BAD_REQUEST, "the threshold is no number") from error
     search, offset = engine.pairs(threshold), max(0, handler.number("offset", 0) or 0)
+    finished = search.finished  # before the rest, which does not change afterwards
     if search.error is not None:
         raise RequestError(search.error)
-    pairs, scores = search.pairs[offset : offset + 30].tolist(), search.scores[offset : offset + 30].tolist()
-    shown = [
-        [engine.hit(index, score).as_json() for index in pair] for pair, score in zip(pairs, scores, strict=True)
-    ]
-    return _json({
-        "finished": search.finished, "done": search.done, "total": len(search.pairs),
-        "pairs": shown if search.finished else [],
-    })  # fmt: skip
+    total, shown = search.count(threshold), []
+    for row in range(offset, min(offset + 30, total)) if finished else ():
+        score = float(search.scores[row])
+        shown.append([engine.hit(index, score).as_json() for index in search.pairs[row].tolist()])
+    return _json({"finished": finished, "done": search.done, "total": total, "pairs": shown})
 
 
 def _suspects(handler: _Handler, rest: str) -> Reply:
