@@ -52,6 +52,7 @@ def test_an_epoch_visits_all_samples_but_those():
     whole = WeightedVisits(PARTS)
     assert np.array_equal(ids_of(whole.without(NO_IDS)), ids_of(whole))
     assert len(whole.without(np.arange(100))) == 0
+    assert np.array_equal(visits.ids(), kept) and np.array_equal(whole.ids(), np.arange(100))
 
 
 def test_held_out_samples_stay_held_out():
@@ -59,6 +60,7 @@ def test_held_out_samples_stay_held_out():
     excluded = np.array([0, 3, 4, int(plain.held_out_ids[0])])
     visits.without(np.sort(excluded))
     assert np.array_equal(visits.held_out_ids, plain.held_out_ids)
+    assert np.array_equal(np.sort(plain.ids()), np.setdiff1d(np.arange(50), plain.held_out_ids))
     assert np.array_equal(np.sort(ids_of(visits)), np.setdiff1d(np.sort(ids_of(plain)), excluded))
 
 

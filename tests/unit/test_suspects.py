@@ -14,6 +14,7 @@ from shard_files import picture, sound, write_shard
 
 from browser import inspect_page, needs_browser
 from leanclip.checkpointing.storage import StoredTensors, write_tensors
+from leanclip.data import DataConfig, open_validation
 from leanclip.data.shards import Shards
 from leanclip.suspects import scores as scores_module
 from leanclip.suspects.find import Search, find_suspects
@@ -133,6 +134,24 @@ def test_a_pass_of_several_batches_does_not_warn(run, tmp_path, monkeypatch):
     monkeypatch.setattr(scores_module, "BATCH", 8)
     found = find_suspects(Search(run=run / "logs/plain", output=tmp_path / "t.csv", shown=0, device="cpu"))
     assert found.scored == 40 and not found.from_table
+
+
+@pytest.mark.parametrize("exchanged", [0.0, 0.5])
+def test_the_model_scores_only_samples_that_the_run_trains_on(exchanged, tmp_path):
+    """Samples 0 to 19 have the images of 20 to 39, so that --val-split holds out both of a pair or none."""
+    (tmp_path / "data").mkdir()
+    for number in range(2):
+        write_shard(tmp_path / f"data/{number}.tar", sound(20))
+    (tmp_path / "out.txt").write_text("id:3\nid:4\n")
+    settings = {"train_data": str(tmp_path / "data"), "val_split": 0.2, "seed": 4}
+    changed = {"exclude": tmp_path / "out.txt", "exchange_captions": exchanged, "max_steps": 1, "loss": "infonce"}
+    assert train(tmp_path, **settings | changed) == 0
+    config = DataConfig(train_data=settings["train_data"], val_split=0.2)
+    held_out = open_validation(config, seed=4)[0]
+    found = find_suspects(Search(run=tmp_path / "logs/run", output=tmp_path / "t.csv", shown=0, device="cpu"))
+    listed = {int(row["id"]) for row in rows_of(tmp_path / "t.csv")}
+    assert held_out is not None and listed == set(range(40)) - set(held_out.ids.tolist()) - {3, 4}
+    assert not found.from_table and found.rows == len(listed) == found.scored
 
 
 def test_hostile_captions_are_text(run, tmp_path):

@@ -11,7 +11,7 @@ DESCRIPTION = """List the pairs of a run's training data whose caption looks wro
 Writes a table (rank, id, key, shard, caption, score, probability of being wrong) and a page of images with their
 captions and the caption that the model would have chosen instead. A run with --pair-weights auto or learned has
 scored its pairs while it trained, and no image is read for the table; for other runs the model makes one pass over
-the data.
+the data that it was trained on.
 
 Example: leanclip data suspects logs/mine
          leanclip data suspects logs/mine --output worst.csv

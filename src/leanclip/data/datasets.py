@@ -68,13 +68,18 @@ def open_datasets(config: DataConfig, *, seed: int, manifest: Manifest | None = 
                 "samples were added since the run began, so --val-split would hold out other ones; start a new run",
                 code="data.split_changed",
             )
-        visits, held_out, messages = _split(source, config.val_split, seed, manifest)
-        val, note = Subset(source, held_out), _note(config)
-    else:
-        visits, messages = WeightedVisits(source.parts), ()
-        val, note = open_validation(config, seed=seed)
-    visits, left_out = _without_excluded(visits, config, source, manifest)
-    return Datasets(TrainingSet(source, visits), val, note, (*source.notes, *messages, *left_out))
+    visits, held_out, messages = train_visits(config, source, seed=seed, manifest=manifest)
+    val, note = (Subset(source, held_out), _note(config)) if config.val_split else open_validation(config, seed=seed)
+    return Datasets(TrainingSet(source, visits), val, note, (*source.notes, *messages))
+
+
+def train_visits(config: DataConfig, source: Source, *, seed: int, manifest: Manifest | None) -> Split:
+    """What an epoch visits of the training data: not what is held out, nor what --exclude names."""
+    parts = Split(WeightedVisits(source.parts), NO_IDS)
+    if config.val_split:
+        parts = _split(source, config.val_split, seed, manifest)
+    visits, left_out = _without_excluded(parts.visits, config, source, manifest)
+    return parts._replace(visits=visits, messages=(*parts.messages, *left_out))
 
 
 def open_validation(

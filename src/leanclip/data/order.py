@@ -105,9 +105,12 @@ class SplitVisits:
         kept = training_ids[~np.isin(training_ids, self.held_out_ids)]
         self.training_ids = np.concatenate([kept, np.setdiff1d(order, self.held_out_ids)])
 
-    def without(self, excluded: np.ndarray) -> "SplitVisits":
+    def ids(self) -> np.ndarray:
         ids = self.training_ids
-        ids = self.permutation(np.arange(self.held_out, self.count)) if ids is None else ids
+        return self.permutation(np.arange(self.held_out, self.count)) if ids is None else ids
+
+    def without(self, excluded: np.ndarray) -> "SplitVisits":
+        ids = self.ids()
         self.training_ids = ids[~np.isin(ids, excluded)]
         return self
 
@@ -140,6 +143,11 @@ class WeightedVisits:
         self.sizes = np.array(sizes, np.int64)
         self.ends = np.cumsum(self.sizes)
 
+    def ids(self) -> np.ndarray:
+        firsts = [(start, np.arange(count), before) for start, count, copy, before in self.copies if copy == 0]
+        parts = [start + offsets + np.searchsorted(before, offsets, "right") for start, offsets, before in firsts]
+        return np.concatenate([NO_IDS, *parts])
+
     def without(self, excluded: np.ndarray) -> "WeightedVisits":
         return WeightedVisits(self.parts, excluded)
 
@@ -160,7 +168,7 @@ class WeightedVisits:
 
 # The visits of one epoch before shuffling: `len` slots. `at` gives the sample ids and copy numbers of slots. Among
 # the slots of copy 0, every id occurs at most once; `repeats` if there are other copies. `without` leaves sorted ids
-# out; the others keep theirs.
+# out; the others keep theirs. `ids` are those that some epoch visits, each once.
 Visits = SplitVisits | WeightedVisits
 
 

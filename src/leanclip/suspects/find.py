@@ -10,7 +10,7 @@ import numpy as np
 
 from leanclip.config import load_toml, override
 from leanclip.data import DataConfig, Manifest, Source, load_manifest, open_validation
-from leanclip.data.datasets import train_source
+from leanclip.data.datasets import train_source, train_visits
 from leanclip.data.synthetic import exchanged_captions
 from leanclip.device import autocast_of, device_of
 from leanclip.errors import UserError
@@ -84,7 +84,9 @@ def find_suspects(search: Search) -> Found:
             check_target(page)
     config = override(TrainConfig(), load_toml(run.config), str(run.config))
     data = config.data if search.train_data is None else replace(config.data, train_data=search.train_data)
-    source = _open_source(data, load_manifest(run.manifest), config.run.seed)
+    manifest = load_manifest(run.manifest)
+    opened = train_source(data, manifest)
+    source = _as_seen(opened, data, manifest, config.run.seed)
     saved = find_model(str(search.run))
     scores = None if saved.directory is None else stored_scores(saved.directory)
     from_table, model = scores is not None, None
@@ -100,7 +102,8 @@ def find_suspects(search: Search) -> Found:
         model = saved.load().to(device).eval()
     if scores is None:
         assert model is not None
-        scores = model_scores(model, source, settings)
+        visits = train_visits(data, opened, seed=config.run.seed, manifest=manifest).visits
+        scores = model_scores(model, source, visits.ids(), settings)
     _check_fits(scores, source, search.run)
     ids = worst_first(scores, least=max(LEAST_ROWS, search.shown), rows=search.rows)
     written = write_table(output, suspects(source, scores, ids))
@@ -121,9 +124,8 @@ def find_suspects(search: Search) -> Found:
     return found
 
 
-def _open_source(data: DataConfig, manifest: Manifest | None, seed: int) -> Source:
-    """The training data as the run saw them."""
-    source = train_source(data, manifest)
+def _as_seen(source: Source, data: DataConfig, manifest: Manifest | None, seed: int) -> Source:
+    """The training data with the captions that the run saw."""
     if not data.exchange_captions:
         return source
     ids = np.arange(len(source))

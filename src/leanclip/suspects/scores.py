@@ -45,31 +45,31 @@ def stored_scores(checkpoint: Path) -> Scores | None:
     return judge(*stored.read(names).values())
 
 
-def model_scores(model: TwoTower, source: Source, settings: EvaluationSettings) -> Scores:
-    """By one pass over the data. Every pair is compared twice, with other pairs each time; of several captions the
-    first two."""
+def model_scores(model: TwoTower, source: Source, ids: np.ndarray, settings: EvaluationSettings) -> Scores:
+    """By one pass over these samples. Every pair is compared twice, with other pairs each time; of several captions
+    the first two."""
     tau = min(max(model.temperature(), 0.01), 1.0)
     loss = create_loss("infonce", num_samples=len(source), tau=tau, learn_tau=False, pair_weights="learned")
     loss = loss.to(settings.device)
     draw = torch.Generator().manual_seed(0)
     with inference(model, settings):
-        for images, captions, ids in _pools(model, source, settings):
+        for images, captions, pool in _pools(model, source, ids, settings):
             for visit in range(MIN_VISITS):
                 loss.set_epoch(0, 1)  # it expects this once per epoch, and each visit is one
                 texts = [options[visit % len(options)] for options in captions]
                 embedded = embed_texts(model, texts, settings, title="captions")
-                order = torch.randperm(len(ids), generator=draw)
-                for part in order.tensor_split(-(-len(ids) // BATCH)):
-                    loss(images[part], embedded[part], ids[part])
+                order = torch.randperm(len(pool), generator=draw)
+                for part in order.tensor_split(-(-len(pool) // BATCH)):
+                    loss(images[part], embedded[part], pool[part])
     assert loss.state is not None
     return judge(*(loss.state.get_buffer(name).cpu() for name in NAMES))
 
 
 def _pools(
-    model: TwoTower, source: Source, settings: EvaluationSettings
+    model: TwoTower, source: Source, used: np.ndarray, settings: EvaluationSettings
 ) -> Iterator[tuple[Tensor, list[list[str]], Tensor]]:
     """Image embeddings, captions and ids of random samples, as many as fit a few batches; the last pool has more."""
-    random_ids = Permutation(len(source), ORDER_KEY)(np.arange(len(source)))
+    random_ids = used[Permutation(len(used), ORDER_KEY)(np.arange(len(used)))]
     images, captions, ids = [], [], []
     for batch, embedded in embedded_batches(model, source, random_ids, settings, "images"):
         images.append(embedded)
