@@ -117,7 +117,7 @@ def test_several_processes(small_run, sets, tmp_path):
         (["--suite", "clip_bench"], "cli.bad_value", "clip_benchmark"),
         (["--json", "absent/figures.json"], "evaluation.not_writable", "absent/figures.json"),
         (["--csv", "classes"], "evaluation.not_writable", "classes (not a regular file)"),
-        (["--batch-size", "0"], "config.bad_value", "batch_size is 0"),
+        (["--batch-size", "0"], "config.bad_value", "--batch-size is 0"),
     ],
 )
 def test_refusals(arguments, code, word, small_run, tmp_path, monkeypatch, capsys):

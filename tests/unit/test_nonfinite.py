@@ -103,4 +103,4 @@ def test_invalid_settings_are_refused(flags, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", *flags])
     stderr = capsys.readouterr().err
-    assert stop.value.code == 2 and stderr.count("\n") == 1 and flags[0][2:].replace("-", "_") in stderr
+    assert stop.value.code == 2 and stderr.count("\n") == 1 and f"{flags[0]} is" in stderr

@@ -49,7 +49,7 @@ def test_a_config_file_sets_it_too(value):
 
 
 def test_a_negative_number_of_blocks_is_refused():
-    with refuses("config.bad_value", "grad_checkpointing is -1"):
+    with refuses("config.bad_value", "--grad-checkpointing is -1"):
         parallel("--grad-checkpointing=-1")
 
 
