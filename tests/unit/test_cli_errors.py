@@ -240,6 +240,8 @@ def test_another_broken_pipe_is_an_error(monkeypatch):
         (train("--loss", "infonce", "--gamma-min", "0.2"), ["no hyper-parameter --gamma-min", "--tau-max"]),
         (train("--report-to", "mlflow"), ["--report-to names 'mlflow'"]),
         (train("--zero-shot", ""), ["--zero-shot is empty"]),
+        (train("--val-data", ""), ["--val-data is empty"]),
+        (train("--train-data", ""), ["--train-data is empty"]),
         (["data", "pack", "", "out"], ["SOURCE is empty"]),
         (["report", ""], ["is empty"]),
         (["evaluate", "x", "--workers", "100000"], ["--workers is 100000"]),

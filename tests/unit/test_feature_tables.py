@@ -176,7 +176,7 @@ def test_rows_of_a_table(tmp_path):
     [
         ({"cache_locked": 1}, "features.nothing_locked"),
         ({"cache_locked": 1, "lock_image": True, "lock_image_unlocked_groups": 2}, "features.nothing_locked"),
-        ({"cache_locked": 0, "lock_image": True}, "config.bad_value"),
+        ({"cache_locked": -1, "lock_image": True}, "config.bad_value"),
         (
             {"cache_locked": 1, "lock_image": True, "model": "leanclip-tiny", "pretrained": "emoji"},
             "model.no_features",
@@ -234,6 +234,13 @@ def test_exchanged_captions_are_those_of_others_and_never_of_held_out_samples(tm
     held_out = job.data.val.ids.tolist()
     assert sorted(owner) == sorted(owner.values()) == sorted(set(range(48)) - set(held_out))
     assert sum(index != other for index, other in owner.items()) == 18
+
+
+def test_no_views_run_the_towers_in_every_step(tmp_path, capsys):
+    """A recipe that sets the number of views can be overridden."""
+    options = {"train_data": shard(tmp_path), "global_batch_size": 16, "lock_text": True, "max_steps": 2}
+    assert train(tmp_path, **options, cache_locked=0) == 0
+    assert "features of" not in capsys.readouterr().out and not (tmp_path / "cache/features").exists()
 
 
 def test_a_dry_run_computes_no_features_and_says_their_size(tmp_path, capsys):

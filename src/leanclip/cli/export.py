@@ -22,7 +22,7 @@ DESCRIPTION = """Export a trained model to another library. The export is loaded
 
   open_clip:     one weights file, OUT.safetensors or OUT.pt.
   transformers:  a directory for CLIPModel.from_pretrained, with tokenizer, image processor and model card;
-                 for CLIP's vision transformers only.
+                 for CLIP's vision transformers, and SigLIP's models as SiglipModel.
   onnx:          a directory with both towers as ONNX graphs, tokenizer and preprocessing.
   lora:          what a run with adapters trained, without the weights that it froze: a small OUT.safetensors.
 

@@ -57,7 +57,7 @@ class DataConfig:
     """Processes that decode and augment images. 0 does it in the training process."""
     cache_locked: int | None = setting(None, resume="fixed")
     """Run locked towers once, on this many augmented views of each image and on all captions, and keep their features
-    on disk (LEANCLIP_CACHE): epochs then read features instead of pixels. Default: run them in every step."""
+    on disk (LEANCLIP_CACHE): epochs then read features instead of pixels. 0, the default: run them in every step."""
     train_num_samples: int | None = setting(None, resume="free")
     """Accepted for OpenCLIP's command lines and ignored: leanclip counts the samples."""
     data_size: int | None = setting(None, resume="free")
@@ -87,8 +87,11 @@ class DataConfig:
                 not all(math.isfinite(factor) and factor > 0 for factor in factors)
             ),
             f"workers is {self.workers}; it must be from 0 to {MOST_WORKERS}": not 0 <= self.workers <= MOST_WORKERS,
-            f"cache_locked is {self.cache_locked}; give at least 1 view": self.cache_locked is not None
-            and self.cache_locked < 1,
+            f"cache_locked is {self.cache_locked}; give at least 1 view, or 0 for none": (
+                self.cache_locked is not None and self.cache_locked < 0
+            ),
+            "train_data is empty; name the data, or leave it out for the bundled emoji": self.train_data == "",
+            "val_data is empty; name the data, or leave it out": self.val_data == "",
         }
         for message, applies in problems.items():
             if applies:

@@ -101,9 +101,10 @@ class LockedTowers:
             raise RuntimeError(f"{directory} lacks the features of {len(left):,} samples")
         table.seconds = time.perf_counter() - begin if len(missing) else None
         how = "read from the cache" if table.seconds is None else f"computed in {table.seconds:,.0f} s"
+        rows = len(table.features) if self.ids is None else int(np.diff(table.first)[self.ids].sum())
         self.notify(
-            f"features of the {side} tower, {self.data_name}: {how}, {len(table.features):,} rows of"
-            f" {table.dim}, {table.nbytes / 2**20:,.1f} MiB in {directory}"
+            f"features of the {side} tower, {self.data_name}: {how}, {rows:,} rows of {table.dim},"
+            f" {2 * rows * table.dim / 2**20:,.1f} MiB in {directory}"
         )
         return table
 

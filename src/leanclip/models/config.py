@@ -151,11 +151,11 @@ class ModelConfig:
             ),
             "lock_image_unlocked_groups": (
                 _bad_count(self.lock_image_unlocked_groups, self.lock_image),
-                "0 or more, and only with --lock-image",
+                "given with --lock-image, and 0 or more",
             ),
             "lock_text_unlocked_layers": (
                 _bad_count(self.lock_text_unlocked_layers, self.lock_text),
-                "0 or more, and only with --lock-text",
+                "given with --lock-text, and 0 or more",
             ),
             "lora_image": (self.lora_image < 0 or (self.lora_image and self.lock_image), _RANK.format("image")),
             "lora_text": (self.lora_text < 0 or (self.lora_text and self.lock_text), _RANK.format("text")),

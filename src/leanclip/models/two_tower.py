@@ -124,7 +124,7 @@ class TwoTower(nn.Module):
             tower = ("image", "text")[side]
             raise UserError(
                 f"the {tower} tower of {self.name} has no projection after its features, so these cannot be kept;"
-                " leave out --cache-locked",
+                " give --cache-locked 0",
                 code="model.no_features",
             )
         return projection

@@ -19,10 +19,9 @@ def load_recipe(name: str) -> dict[str, Any]:
 def recipe_path(name: str) -> Path:
     names = [known for known, _ in list_recipes()]
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or names
-        raise UserError(
-            f"unknown recipe {name!r}; nearest: {', '.join(near)} (--recipe list lists all)", code="recipe.unknown"
-        )
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
+        hint = f"nearest: {', '.join(near)} (--recipe list lists all)" if near else "--recipe list lists all"
+        raise UserError(f"unknown recipe {name!r}; {hint}", code="recipe.unknown")
     return DIRECTORY / f"{name}.toml"
 
 

@@ -260,7 +260,7 @@ def fastest_threads(
             totals[threads] += max(ranks.all_gather_objects(measure(threads, size)[0]))
         totals = {threads: total for threads, total in totals.items() if total <= 2 * min(totals.values())}
     count = min(threads for threads, total in totals.items() if total <= 1.1 * min(totals.values()))
-    reason = f"the fastest of {', '.join(map(str, candidates))}" if len(candidates) > 1 else "as cores are left"
+    reason = f"the fastest of {', '.join(map(str, candidates))}" if len(candidates) > 1 else "other cores are taken"
     notes = [f"CPU threads of each process: {count}, {reason} (--threads sets it)"]
     if busy or os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1):
         load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"

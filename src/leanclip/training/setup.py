@@ -273,7 +273,7 @@ def _locked_features(built: BuiltRun, notes: list[str], *, compute: bool) -> tup
     """Tables of what the locked towers compute for the training data and the held-out data, with --cache-locked."""
     run, config, val = built.run, built.config, built.run.data.val
     views = config.data.cache_locked
-    if views is None:
+    if not views:
         return NO_FEATURES, NO_FEATURES
     images, texts = (tower.frozen_layers == tower.layers for tower in built.model.summary())
     if not images and not texts:
