@@ -19,7 +19,7 @@ from leanclip.losses import LossConfig
 from leanclip.runs import TrainConfig
 from leanclip.runs.config import AUTO_LOSS
 from leanclip.runs.defaults import loss_name
-from leanclip.settings import Accepted
+from leanclip.settings import OTHER_NAMES, Accepted
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -65,7 +65,8 @@ def override(config: TrainConfig, values: Mapping[str, Any], source: str) -> Tra
     changes: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         if name not in owners:
-            near = difflib.get_close_matches(name, owners, n=1)
+            flag = OTHER_NAMES.get("--" + name.replace("_", "-"))
+            near = [flag[2:].replace("-", "_")] if flag else difflib.get_close_matches(name, owners, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; the keys are {', '.join(sorted(owners))}"
             raise UserError(f"{source}: unknown key {name!r}{hint}", code="config.unknown_key")
         hints = get_type_hints(type(getattr(config, owners[name])))

@@ -8,6 +8,18 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 LARGEST = 2**63 - 1
 T = TypeVar("T")
 
+OTHER_NAMES = {  # in other programs
+    "--learning-rate": "--lr",
+    "--weight-decay": "--wd",
+    "--num-workers": "--workers",
+    "--num-epochs": "--epochs",
+    "--optimizer": "--opt",
+    "--warmup-steps": "--warmup",
+    "--output-dir": "--logs",
+    "--gradient-clipping": "--grad-clip-norm",
+    "--temperature": "--tau",
+}
+
 
 def setting(
     default: T,

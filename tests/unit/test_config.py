@@ -66,6 +66,7 @@ def test_a_resolved_configuration_survives_its_file(tmp_path):
     ("text", "code", "words"),
     [
         ("epoch = 3", "config.unknown_key", ["'epoch'", "epochs?"]),
+        ("learning_rate = 1", "config.unknown_key", ["lr?"]),
         ("epochs = 'many'", "config.bad_value", ["epochs is 'many'", "INT"]),
         ("epochs = true", "config.bad_value", ["epochs is True", "INT"]),
         ("precision = 'fp8'", "config.bad_value", ["'fp8'", "amp_bf16"]),

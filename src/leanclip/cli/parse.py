@@ -16,19 +16,8 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from leanclip.cli.flags import Flag, Section, sections_of
 from leanclip.errors import UserError
-from leanclip.settings import Accepted
+from leanclip.settings import OTHER_NAMES, Accepted
 
-OTHER_NAMES = {  # in other programs
-    "--learning-rate": "--lr",
-    "--weight-decay": "--wd",
-    "--num-workers": "--workers",
-    "--num-epochs": "--epochs",
-    "--optimizer": "--opt",
-    "--warmup-steps": "--warmup",
-    "--output-dir": "--logs",
-    "--gradient-clipping": "--grad-clip-norm",
-    "--temperature": "--tau",
-}
 HELP = {"-h", "--help", "--help-all"}
 WIDEST, NARROW, NARROWEST = 100, 60, 40  # columns of the help; below NARROW every flag has a line of its own
 T = TypeVar("T")
