@@ -31,8 +31,10 @@ class PairSearch:
 
     def run(self, index: ExactIndex | LargeIndex, usable: np.ndarray) -> None:
         try:
-            search = self._compare_all if isinstance(index, ExactIndex) else self._ask_index
-            search(index, np.flatnonzero(usable))  # type: ignore[arg-type]
+            if isinstance(index, ExactIndex):
+                self._compare_all(index, np.flatnonzero(usable))
+            else:
+                self._ask_index(index, np.flatnonzero(usable))
         except UserError as error:
             self.error = str(error)
         except Exception as error:  # the page would wait for a thread that has ended
