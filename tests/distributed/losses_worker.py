@@ -14,6 +14,7 @@ CASES = [(name, {}) for name in leanclip.LOSSES]
 CASES += [(name, extra) for name in leanclip.LOSSES for extra in ({"groups": True}, {"weights": True})]
 CASES += [(name, {"pair_weights": "learned"}) for name in leanclip.LOSSES]
 CASES += [("fastclip-v2", {"eps_form": "published"}), ("fastclip-v2", {"eps_form": "published", "groups": True})]
+CASES += [(name, {"tau_weight": "exact"}) for name in ("isogclr", "fastclip-v2")]
 
 
 def batch(step):

@@ -47,6 +47,9 @@ class LossConfig:
     """Move gamma at every step instead of every epoch."""
     tau_gradient: Literal["published", "exact"] | None = None
     """fastclip-v3: the temperature gradient of the published code, or the exact one of the objective."""
+    tau_weight: Literal["published", "exact"] | None = None
+    """isogclr, fastclip-v2: exact weighs each anchor's embedding gradient by its tau, as the objective does; the
+    published code leaves the factor out."""
     tau_adam: Literal["published", "visits"] | None = None
     """isogclr, fastclip-v2: bias correction of the per-sample Adam by epoch (published) or by visits."""
     tau_betas: tuple[float, float] | None = None

@@ -26,7 +26,7 @@ Slope = Callable[[objective.Anchors], Tensor]  # of the objective for log(1/tau)
 
 LEARNED = ("tau", "tau_min", "tau_max", "lr_tau")
 RUNNING = ("eps", "gamma_min", "gamma_schedule", "gamma_decay_epochs", "gamma_per_step")
-INDIVIDUAL = (*LEARNED, "rho", "tau_adam", "tau_betas", "tau_adam_eps", "eps_form")
+INDIVIDUAL = (*LEARNED, "rho", "tau_adam", "tau_betas", "tau_adam_eps", "eps_form", "tau_weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,7 @@ PER_SAMPLE = LossConfig(
     tau_betas=(0.9, 0.999),
     tau_adam_eps=1e-8,
     eps_form="plain",
+    tau_weight="published",
 )
 
 SPECS = {
@@ -178,7 +179,7 @@ def loss_from_config(
         value=_value(spec, hyper),
         temperature_gradient=_slope(spec, hyper) if isinstance(rule, GlobalTemperature) else None,
         inner_rate=partial(inner_rate, hyper) if spec.running else None,
-        weight_by_tau=spec.temperature == "robust",
+        weight_by_tau=spec.temperature == "robust" or hyper.tau_weight == "exact",
         state=state,
         pair_weights=weights,
         lr_tau=hyper.lr_tau,
