@@ -1,11 +1,16 @@
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from leanclip.models import ModelConfig
 from leanclip.optim import OptimConfig, create_optimizer, learning_rate, set_learning_rate, weight_decay_groups
+from leanclip.runs import TrainConfig
+from leanclip.runs.defaults import fill
+from leanclip.training.resolve import _as_begun
 from refusal import refuses
 
 RESOLVED = OptimConfig(lr=0.1, wd=0.2, beta1=0.9, beta2=0.98, eps_opt=1e-6)
@@ -89,3 +94,26 @@ def test_groups_follow_the_schedule_or_do_not():
     assert {group["name"]: group["lr"] for group in optimizer.param_groups} == pytest.approx(
         {"matrices": 0.05, "vectors": 0.05, "follows": 0.25, "stays": 0.3}
     )
+
+
+def test_lion_and_sgdm_have_values_of_their_own():
+    def filled(**given):
+        config = TrainConfig(optim=OptimConfig(**given), model=ModelConfig(model="ViT-B-32"))
+        return fill(config, samples=2_723_840).optim
+
+    adamw, lion, sgdm = filled(), filled(opt="lion"), filled(opt="sgdm")
+    assert (adamw.wd, adamw.beta1, adamw.beta2) == (0.1, 0.9, 0.98)
+    assert (lion.wd, lion.beta1, lion.beta2, sgdm.wd) == (0.5, 0.9, 0.99, 1e-5)
+    assert adamw.lr and (lion.lr, sgdm.lr) == (pytest.approx(0.2 * adamw.lr), pytest.approx(600 * adamw.lr))
+    given = {"lr": 3e-4, "wd": 0.0, "beta1": 0.8, "beta2": 0.95}
+    for name in ("lion", "sgdm"):
+        assert given.items() <= asdict(filled(opt=name, **given)).items()
+
+
+def test_a_resumed_run_keeps_the_values_of_its_optimizer():
+    """A run of Lion made when it had AdamW's values."""
+    saved = SimpleNamespace(
+        content={"settings": {"lr": 3e-4, "wd": 0.1, "beta1": 0.9, "beta2": 0.98, "loss": "infonce"}}
+    )
+    begun = _as_begun(TrainConfig(optim=OptimConfig(opt="lion", wd=0.3)), saved)  # pyright: ignore[reportArgumentType]
+    assert (begun.optim.lr, begun.optim.wd, begun.optim.beta2) == (3e-4, 0.3, 0.98)

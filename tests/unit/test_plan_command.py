@@ -3,9 +3,10 @@
 import pytest
 
 from leanclip.cli import main
-from leanclip.cli.plan import does_not_fit, duration, parse_count
+from leanclip.cli.plan import assumed_network, does_not_fit, duration, parse_count
 from leanclip.data import DataConfig
 from leanclip.planning.gpu_model import gpu_named
+from leanclip.planning.network import NETWORKS
 from leanclip.planning.planner import Planner, proposed_batch
 from leanclip.runs.config import ParallelConfig, TrainConfig
 from refusal import refusal_code
@@ -168,3 +169,20 @@ def test_fsdp_is_advised_on_several_gpus(gpus, fsdp, advised):
 def test_a_bad_flag_is_refused_in_one_line(flags, refused, capsys):
     code, out, err = plan(capsys, *flags)
     assert code == 2 and out == "" and refusal_code(err) == refused and err.count("\n") == 1
+
+
+def test_gpus_without_nvlink_get_another_network():
+    assert assumed_network("H200", 8) is NETWORKS["nvlink"] and assumed_network("H200", 16) is NETWORKS["infiniband"]
+    assert assumed_network("RTX4090", 8) is NETWORKS["pcie"] is assumed_network("A40 (assumed)", 2)
+    hosts = assumed_network("L4", 16)
+    assert (hosts.inside, hosts.between) == (NETWORKS["pcie"].inside, NETWORKS["infiniband"].between)
+    assert assumed_network("a product of tomorrow", 4) is NETWORKS["nvlink"]
+
+
+def test_the_assumed_network_is_named(capsys, small_model, monkeypatch):
+    monkeypatch.setattr("leanclip.cli.plan.Planner.largest_batch", lambda *_: 64)
+    flags = ["--model", str(small_model), "--gpu", "RTX4090", "--gpus", "2", "--compile", "off", "--samples", "4000"]
+    _, out, _ = plan(capsys, *flags)
+    assert "network:       pcie is assumed; --network" in out
+    _, out, _ = plan(capsys, *flags, "--network", "nvlink")
+    assert "is assumed; --network" not in out

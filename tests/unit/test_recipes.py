@@ -97,6 +97,42 @@ def test_published_numbers(name):
     assert metric in result or RESULTS[name] == "none"
 
 
+# FastCLIP's seven training scripts (github.com/Optimization-AI/fast_clip, read in 2026), all with AdamW.
+SCRIPTS = {
+    "openclip/cc3m": "RN50 8x128 37 10000 1e-3 0.1",
+    "fastclip-v0/cc3m": "RN50 8x128 37 10000 1e-3 0.1 gamma_min=0.2 gamma_decay_epochs=18",
+    "fastclip-v1/cc3m": "RN50 8x128 37 10000 1e-3 0.1 gamma_min=0.2 gamma_decay_epochs=18",
+    "fastclip-v2/cc3m": "RN50 8x128 37 10000 1e-3 0.1 gamma_min=0.2 gamma_decay_epochs=18 lr_tau=0.0133"
+    " tau=0.03 rho=7",
+    "fastclip-v3/cc3m": "RN50 8x128 37 10000 1e-3 0.1 gamma_min=0.2 gamma_decay_epochs=18 lr_tau=2e-4 rho=6.5",
+    "fastclip-v3/cc12m": "ViT-B-32 8x256 33 10000 4e-4 0.1 gamma_min=0.2 gamma_decay_epochs=16 lr_tau=1e-4 rho=8.5",
+    "fastclip-v3/laion400m": "ViT-B-16 16x320 30 13200 2e-4 0.2 lr_floor=4e-5 eps=1e-6 gamma_min=0.8"
+    " gamma_decay_epochs=10 lr_tau=5e-5 rho=16",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_recipe_has_the_values_of_its_script(name):
+    model, ranks, epochs, warmup, lr, wd, *others = SCRIPTS[name].split()
+    gpus, share = map(int, ranks.split("x"))
+    values = load_recipe(name)
+    assert values["opt"] == "adamw" and values["model"] == model
+    assert values["global_batch_size"] == gpus * share and f"{gpus} GPUs x {share} as" in header(name)[2]
+    numbers = {"epochs": epochs, "warmup": warmup, "lr": lr, "wd": wd} | dict(other.split("=") for other in others)
+    assert {key: values[key] for key in numbers} == {key: float(value) for key, value in numbers.items()}
+    settings = {"lr_floor", "lr_tau", "rho", "gamma_min", "gamma_decay_epochs"}
+    assert settings & set(values) == settings & set(numbers)
+    assert "gamma_min" not in values or values["gamma_schedule"] == "cosine"
+
+
+@pytest.mark.parametrize("name", PUBLISHED_NAMES)
+def test_a_header_says_whose_choice_the_values_are(name):
+    text = (DIRECTORY / f"{name}.toml").read_text()
+    assert ("published script" in header(name)[0]) == (name in SCRIPTS)
+    assert ("No script is published for this setting, so its values are our choice" in text) == (name not in SCRIPTS)
+    assert "/laion400m" not in name or "13.3 billion samples seen" in header(name)[3]
+
+
 @pytest.mark.parametrize("name", PUBLISHED_NAMES)
 def test_per_sample_adam_takes_the_models_settings(name):
     values = load_recipe(name)

@@ -17,7 +17,7 @@ from leanclip.losses.registry import spec_of
 from leanclip.models import model_config_of
 from leanclip.planning.gpu_measurement import measured_gpu
 from leanclip.planning.gpu_model import GPUS, GpuModel, gpu_named
-from leanclip.planning.network import NETWORKS
+from leanclip.planning.network import NETWORKS, Network
 from leanclip.planning.planner import LEAST_SHARE, USABLE, Option, Planner, proposed_batch, share_of
 from leanclip.planning.step_prediction import PARTS, loss_memory
 from leanclip.planning.step_trace import UNTRACED
@@ -40,6 +40,7 @@ GIB = 2**30
 UNITS = {"k": 10**3, "m": 10**6, "b": 10**9}
 TIMES = {"hours": 3600, "minutes": 60, "seconds": 1}
 GPUS_PER_HOST = 8
+ASSUMED = " (assumed)"  # behind the name of a GPU
 MOST_GPUS, MOST_MEMORY, MOST_SAMPLES, MOST_SHARE = 10_000, 10_000, 10**12, 1 << 20  # of each GPU: GB, batch
 PLAN_FLAGS = (
     "--gpus", "--gpu", "--gpu-memory", "--samples", "--network", "--caption-length", "--compare", "--no-compare",
@@ -64,7 +65,7 @@ class PlanCommand:
     """Training samples: 400M, 2.7M, 315658316."""
     network: str | None = common(None)
     """Between the GPUs: nvlink, infiniband (200 Gb/s per GPU), infiniband-1 (200 Gb/s per host), 25gbe or pcie.
-    Default: nvlink up to 8 GPUs, then infiniband."""
+    Default: nvlink up to 8 GPUs, then infiniband; pcie within a host for GPUs that have no NVLink to all others."""
     caption_length: float = common(20.0)
     """Tokens of a caption on average, with start and end tokens. Ignored with --pad-text."""
     compare: bool = common(False)
@@ -99,15 +100,19 @@ def run(arguments: list[str]) -> None:
         proposed = without_batch(command.settings)
         if proposed:
             notes.append(
-                f"batch:         {share_of(config, 1):,} is proposed: the published one for {samples:,} samples, at"
-                f" least {LEAST_SHARE} on each GPU; --global-batch-size sets another"
+                f"batch:         {share_of(config, 1):,} is proposed: the published one for {samples:,} samples, with"
+                f" at least {LEAST_SHARE} on each GPU and 100 steps in an epoch. Memory allows the largest batch"
+                " below; --global-batch-size sets another"
             )
+        network = NETWORKS[command.network] if command.network else assumed_network(gpu.name, command.gpus)
+        if command.gpus > 1 and command.network is None:
+            notes.append(f"network:       {network.name} is assumed; --network sets another: {', '.join(NETWORKS)}")
         planner = Planner(
             samples=samples,
             ranks=command.gpus,
             gpu=gpu,
             room=int(USABLE * gpu.memory),
-            network=NETWORKS[command.network or ("nvlink" if command.gpus <= GPUS_PER_HOST else "infiniband")],
+            network=network,
             caption_length=command.caption_length,
             report=status.update,
         )
@@ -176,9 +181,21 @@ def gpu_of(command: PlanCommand, report: Callable[[str], object]) -> tuple[GpuMo
     else:
         large_enough = [name for name, nominal in GPUS.items() if nominal.memory >= (command.gpu_memory or 80)]
         name = min(large_enough, key=lambda name: GPUS[name].memory, default="H200")
-        gpu = replace(gpu_named(name), name=f"{name} (assumed)")
+        gpu = replace(gpu_named(name), name=name + ASSUMED)
         notes.append(f"gpu:           {name} is assumed; name yours with --gpu: {', '.join(GPUS)}")
     return gpu if command.gpu_memory is None else replace(gpu, memory=int(command.gpu_memory * 1e9)), notes
+
+
+def assumed_network(gpu: str, gpus: int) -> Network:
+    """Between GPUs of this name. A GPU that is not in the list is taken to have NVLink."""
+    product = GPUS.get(gpu.removesuffix(ASSUMED))
+    if product is None or product.nvlink:
+        return NETWORKS["nvlink" if gpus <= GPUS_PER_HOST else "infiniband"]
+    inside = NETWORKS["pcie"]
+    if gpus <= GPUS_PER_HOST:
+        return inside
+    name = "infiniband, pcie within a host"
+    return replace(NETWORKS["infiniband"], name=name, inside=inside.inside, hop_inside=inside.hop_inside)
 
 
 def resolved(command: PlanCommand, samples: int) -> TrainConfig:

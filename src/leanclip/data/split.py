@@ -46,8 +46,8 @@ def split(source: Source, share: float, seed: int, *, count: int, version: int) 
             f"--val-split {share}: the images are too few, or all the same; give --val-data", code="data.empty_split"
         )
     message = (
-        f"--val-split: {equal.shape[1]:,} samples have the image of another one and stay on its side;"
-        f" {len(visits.held_out_ids):,} samples are held out"
+        f"--val-split: {equal.shape[1]:,} samples have the image of another one and stay on its side (only images"
+        f" with the size of a held-out one were compared); {len(visits.held_out_ids):,} samples are held out"
     )
     return Split(visits, visits.held_out_ids, (message,))
 

@@ -14,7 +14,8 @@ class OptimConfig:
     opt: str = setting("adamw", common=True, resume="fixed")
     """adamw, lamb, lion, sgdm or another optimizer of timm."""
     lr: float | None = common(None)
-    """Peak learning rate. Default: interpolated from the published settings (docs/algorithm.md)."""
+    """Peak learning rate. Default: interpolated from the published settings, which are AdamW's; 0.2 times that for
+    lion, 600 times for sgdm (docs/algorithm.md)."""
     lr_image: float | None = setting(None, resume="fixed")
     """Peak learning rate of the image tower's trunk. Default: --lr."""
     lr_text: float | None = setting(None, resume="fixed")
@@ -33,11 +34,11 @@ class OptimConfig:
     lr_cooldown_power: float = 1.0
     """Shape of the decay of const-cooldown: 1 is linear, 2 quadratic."""
     wd: float | None = common(None)
-    """Weight decay, of matrices only. Default: 0.1."""
+    """Weight decay, of matrices only. Default: 0.1; lion 0.5, sgdm 1e-5."""
     beta1: float | None = None
     """Default: by model, 0.9."""
     beta2: float | None = None
-    """Default: by model, 0.98 for ViTs and 0.999 for ResNets."""
+    """Default: by model, 0.98 for ViTs and 0.999 for ResNets; lion 0.99."""
     eps_opt: float | None = None
     """The optimizer's epsilon. Default: by model, 1e-6 for ViTs and 1e-8 for ResNets."""
     momentum: float = 0.9

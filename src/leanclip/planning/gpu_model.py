@@ -31,20 +31,21 @@ class Nominal(NamedTuple):
     bandwidth: float  # TB/s
     capability: tuple[int, int]
     processors: int
+    nvlink: bool = True  # between all GPUs of a host
 
 
 GPUS = {
     "H200": Nominal(141, 989, 4.8, (9, 0), 132),
     "H100": Nominal(80, 989, 3.35, (9, 0), 132),
-    "H100-PCIe": Nominal(80, 756, 2.0, (9, 0), 114),
+    "H100-PCIe": Nominal(80, 756, 2.0, (9, 0), 114, nvlink=False),
     "A100-80GB": Nominal(80, 312, 2.04, (8, 0), 108),
     "A100-40GB": Nominal(40, 312, 1.56, (8, 0), 108),
-    "A40": Nominal(48, 150, 0.70, (8, 6), 84),
-    "A10": Nominal(24, 125, 0.60, (8, 6), 72),
-    "L40S": Nominal(48, 362, 0.86, (8, 9), 142),
-    "L4": Nominal(24, 121, 0.30, (8, 9), 58),
-    "RTX4090": Nominal(24, 165, 1.01, (8, 9), 128),
-    "RTX3090": Nominal(24, 71, 0.94, (8, 6), 82),
+    "A40": Nominal(48, 150, 0.70, (8, 6), 84, nvlink=False),
+    "A10": Nominal(24, 125, 0.60, (8, 6), 72, nvlink=False),
+    "L40S": Nominal(48, 362, 0.86, (8, 9), 142, nvlink=False),
+    "L4": Nominal(24, 121, 0.30, (8, 9), 58, nvlink=False),
+    "RTX4090": Nominal(24, 165, 1.01, (8, 9), 128, nvlink=False),
+    "RTX3090": Nominal(24, 71, 0.94, (8, 6), 82, nvlink=False),
 }
 
 

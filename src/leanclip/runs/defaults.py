@@ -39,6 +39,20 @@ PUBLISHED = (
 )
 
 
+class OptimizerRule(NamedTuple):
+    """What an optimizer gets where the user set nothing."""
+
+    lr: float  # times AdamW's
+    wd: float
+    betas: tuple[float, float] | None = None  # None: by model
+
+
+# Lion's betas are its authors'. The rest is our choice: the best rate of a search beside AdamW's best, with the
+# weight decay used there (docs/results.md).
+ADAMW_RULE = OptimizerRule(1.0, 0.1)
+OPTIMIZER_RULES = {"lion": OptimizerRule(0.2, 0.5, (0.9, 0.99)), "sgdm": OptimizerRule(600.0, 1e-5)}
+
+
 # Where a run starts from weights: our choice, for few epochs on little data. InfoNCE, because running estimates need
 # several visits to each sample: below eight epochs the rule for gamma_min gives 1, and they keep nothing.
 FINE_TUNING = {"lr": 1e-5, "lr_tau": 1e-5, "batch": 256}
@@ -107,13 +121,17 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1, fine_tuning: 
         rule = rule._replace(**_rates_from_weights(config.model))
     max_warmup = MAX_FINE_TUNING_WARMUP if fine_tuning else MAX_WARMUP
     resnet = is_resnet(model_name)
+    optimizer = OPTIMIZER_RULES.get(config.optim.opt, ADAMW_RULE)
+    beta1, beta2 = optimizer.betas or (0.9, 0.999 if resnet else 0.98)
+    adapter_rates = _adapter_rates(config, batch) if fine_tuning else {}
     optim = replace(
         config.optim,
-        **(_adapter_rates(config, batch) if fine_tuning else {}),
-        lr=config.optim.lr or rule.lr * min(1.0, math.sqrt(batch / rule.batch)),  # smaller batches, smaller steps
-        wd=0.1 if config.optim.wd is None else config.optim.wd,
-        beta1=0.9 if config.optim.beta1 is None else config.optim.beta1,
-        beta2=(0.999 if resnet else 0.98) if config.optim.beta2 is None else config.optim.beta2,
+        **{name: optimizer.lr * rate for name, rate in adapter_rates.items()},
+        # Smaller batches, smaller steps.
+        lr=config.optim.lr or optimizer.lr * rule.lr * min(1.0, math.sqrt(batch / rule.batch)),
+        wd=optimizer.wd if config.optim.wd is None else config.optim.wd,
+        beta1=beta1 if config.optim.beta1 is None else config.optim.beta1,
+        beta2=beta2 if config.optim.beta2 is None else config.optim.beta2,
         eps_opt=config.optim.eps_opt or (1e-8 if resnet else 1e-6),
         warmup=min(max_warmup, steps // 10) if config.optim.warmup is None else config.optim.warmup,
     )

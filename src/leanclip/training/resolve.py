@@ -18,7 +18,7 @@ from leanclip.losses import LossConfig
 from leanclip.losses.registry import spec_of
 from leanclip.models import model_config_of
 from leanclip.runs.config import AUTO_LOSS, TrainConfig
-from leanclip.runs.defaults import fill, loss_name, total_steps
+from leanclip.runs.defaults import OPTIMIZER_RULES, fill, loss_name, total_steps
 from leanclip.runs.trackers import check_trackers
 
 FILLED_RATES = ("lr", "lr_image", "lr_text", "lr_head", "warmup")  # where a run starts from weights
@@ -92,13 +92,14 @@ def resolve(config: TrainConfig) -> ResolvedRun:
 
 
 def _as_begun(config: TrainConfig, saved: SavedRun) -> TrainConfig:
-    """A resumed run keeps the loss, the kind of pair weights and, where it started from weights, the rates that were
-    filled in then."""
+    """A resumed run keeps the loss, the kind of pair weights and, where it started from weights or has an optimizer
+    with a rule of its own, the values that were filled in then."""
     before, run, optim, data = saved.content["settings"], config.run, config.optim, config.data
     if run.loss == AUTO_LOSS:
         run = replace(run, loss=str(before.get("loss", AUTO_LOSS)))
-    if config.model.from_weights:
-        open_rates = {name: before.get(name) for name in FILLED_RATES if getattr(optim, name) is None}
+    if config.model.from_weights or optim.opt in OPTIMIZER_RULES:
+        names = (*FILLED_RATES, "wd", "beta1", "beta2")
+        open_rates = {name: before.get(name) for name in names if getattr(optim, name) is None}
         optim = replace(optim, **{name: rate for name, rate in open_rates.items() if isinstance(rate, int | float)})
     if data.pair_weights is None:
         data = replace(data, pair_weights=str(before.get("pair_weights") or "off"))
