@@ -9,7 +9,9 @@ import torch
 
 import leanclip
 from leanclip.data.datasets import BUNDLED
-from leanclip.runs import RunDirectory
+from leanclip.models import ModelConfig, create_model
+from leanclip.runs import RunDirectory, TrainConfig
+from leanclip.runs.defaults import fill
 from refusal import refuses
 
 
@@ -93,6 +95,17 @@ def test_load_takes_what_evaluate_takes(trained, tmp_path, small_model):
         model, preprocess, tokenizer = leanclip.load(source, device="cpu")
         assert torch.allclose(model.encode_text(tokenizer(["a cat"])), expected, atol=1e-6) and preprocess
         assert leanclip.evaluate(source, **data)[0].metrics == pytest.approx(figures.metrics, abs=1e-6)
+    saved = json.loads((tmp_path / "mine.json").read_text())
+    saved["preprocess_cfg"]["mean"] = [0.5, 0.5, 0.5]
+    (tmp_path / "mine.json").write_text(json.dumps(saved))
+    for name in ("mine.safetensors", "mine.pt"):  # --pretrained FILE brings its architecture and preprocessing, too
+        config = fill(TrainConfig(model=ModelConfig(pretrained=str(tmp_path / name))), samples=1000)
+        started = create_model(config.model)
+        assert torch.allclose(started.encode_text(started.tokenizer(["a cat"])), expected, atol=1e-6)
+        assert (tuple(started.preprocess.mean) == (0.5, 0.5, 0.5)) == (name == "mine.pt")
+    (tmp_path / "mine.json").write_text("[]")  # something else
+    config = TrainConfig(model=ModelConfig(pretrained=str(tmp_path / "mine.pt")))
+    assert fill(config, samples=1000).model.model == "leanclip-tiny"
     (tmp_path / "mine.json").unlink()
     leanclip.load(tmp_path / "mine.safetensors")  # its header holds the architecture
     for run in (leanclip.load, leanclip.evaluate):

@@ -1,6 +1,6 @@
 """Models: open_clip's, behind a two-tower interface. Their public names."""
 
-from leanclip.models.build import check_vocabulary, config_of_file, create_model, load_model
+from leanclip.models.build import check_vocabulary, create_model, load_model
 from leanclip.models.config import ModelConfig
 from leanclip.models.open_clip_api import (
     HUB,
@@ -15,7 +15,7 @@ from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE, find_weights, step_
 from leanclip.models.tokenizer import TokenCounter, create_tokenizer
 from leanclip.models.two_tower import TwoTower
 from leanclip.models.untrusted import read_torch_file
-from leanclip.models.weights import with_temperature
+from leanclip.models.weights import architecture_of_file, config_of_file, with_temperature
 
 __all__ = [
     "CONFIG_FILE",
@@ -26,6 +26,7 @@ __all__ = [
     "ModelConfig",
     "TokenCounter",
     "TwoTower",
+    "architecture_of_file",
     "check_vocabulary",
     "config_of_file",
     "create_model",

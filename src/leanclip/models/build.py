@@ -8,7 +8,7 @@ import torch
 
 from leanclip.errors import UserError
 from leanclip.models.config import ModelConfig
-from leanclip.models.open_clip_api import exported_config, model_config_of, open_clip, registered
+from leanclip.models.open_clip_api import model_config_of, open_clip, registered
 from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE
 from leanclip.models.tokenizer import with_cache
 from leanclip.models.towers.compose import compose
@@ -17,7 +17,7 @@ from leanclip.models.towers.sizes import check_preprocessing, check_sizes
 from leanclip.models.towers.tower_weights import load_tower
 from leanclip.models.two_tower import TwoTower
 from leanclip.models.untrusted import without_code
-from leanclip.models.weights import load_weights, pretrained_weights, saved_preprocessing
+from leanclip.models.weights import config_of_file, load_weights, pretrained_weights, saved_preprocessing
 
 
 def create_model(
@@ -94,14 +94,6 @@ def load_model(saved: Path) -> TwoTower:
     check_vocabulary(model)
     model.weights = dict.fromkeys(model.weights, str(saved))
     return model
-
-
-def config_of_file(weights: Path) -> Path | None:
-    """The file that holds the architecture of a weights file: itself, or one that was written beside it."""
-    if weights.suffix == ".safetensors" and exported_config(weights) is not None:
-        return weights
-    beside = (weights.parent / CONFIG_FILE) if weights.name == WEIGHTS_FILE else weights.with_suffix(".json")
-    return beside if beside.is_file() else None
 
 
 def is_resized(visual: Any) -> bool:

@@ -15,6 +15,7 @@ from leanclip.models.open_clip_api import (
     HUB,
     PreprocessCfg,
     bad_config,
+    exported_config,
     hub_file,
     model_config_of,
     named_architecture,
@@ -42,7 +43,29 @@ def pretrained_weights(config: ModelConfig) -> tuple[Path | None, dict[str, Any]
             f"no weights in {path}: expected {WEIGHTS_FILE} there or in its checkpoints/last",
             code="weights.not_found",
         )
-    return (path, {}) if path.is_file() else _downloaded(config, config.pretrained)
+    if not path.is_file():
+        return _downloaded(config, config.pretrained)
+    described = architecture_of_file(path)
+    return path, {} if described is None else saved_preprocessing(described)
+
+
+def config_of_file(weights: Path) -> Path | None:
+    """The file that holds the architecture of a weights file: itself, or one that was written beside it."""
+    if weights.suffix == ".safetensors" and exported_config(weights) is not None:
+        return weights
+    beside = (weights.parent / CONFIG_FILE) if weights.name == WEIGHTS_FILE else weights.with_suffix(".json")
+    return beside if beside.is_file() else None
+
+
+def architecture_of_file(weights: Path) -> Path | None:
+    """The same where it is an open_clip config: beside weights of others may lie a JSON file of another kind."""
+    try:
+        path = config_of_file(weights)
+        if path is not None:
+            model_config_of(str(path))
+    except UserError:
+        return None
+    return path
 
 
 def saved_preprocessing(path: Path) -> dict[str, Any]:

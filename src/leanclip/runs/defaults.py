@@ -12,7 +12,15 @@ from leanclip.distributed import start_time
 from leanclip.errors import UserError
 from leanclip.losses import LossConfig
 from leanclip.losses.registry import spec_of
-from leanclip.models import CONFIG_FILE, HUB, ModelConfig, find_weights, is_resnet, named_architecture
+from leanclip.models import (
+    CONFIG_FILE,
+    HUB,
+    ModelConfig,
+    architecture_of_file,
+    find_weights,
+    is_resnet,
+    named_architecture,
+)
 from leanclip.optim import OptimConfig
 from leanclip.runs.config import AUTO_LOSS, RunConfig, TrainConfig
 from leanclip.runs.run_directory import RunDirectory
@@ -194,6 +202,9 @@ def _model_of(weights: str | None) -> str | None:
     (--force-image-size, --force-quick-gelu, ...)."""
     if weights is not None and weights.startswith(HUB):
         return weights
+    if weights is not None and Path(weights).is_file():
+        described = architecture_of_file(Path(weights))
+        return None if described is None else named_architecture(described, ())
     directory = None if weights is None else find_weights(Path(weights))
     if weights is None or directory is None or not (directory / CONFIG_FILE).is_file():
         return None
