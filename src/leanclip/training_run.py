@@ -38,8 +38,7 @@ def run_training(config: TrainConfig, *, began: float | None = None, quiet: bool
     """Train. --max-hours counts from `began`, a time.monotonic(). Signal handlers are restored at the end."""
     began = time.monotonic() if began is None else began
     with joined_processes(config) as (config, heartbeat):
-        if was_restarted():
-            config = replace(config, run=Ranks.current().broadcast_from_first(lambda: continued(config).run))
+        config = continued_if_restarted(config, Ranks.current())
         stop = Stopping(heartbeat.store, hours=config.run.max_hours, began=began)
         with stop.handling_signals(), contextlib.ExitStack() as lock:
             # Before the checkpoint to resume from is chosen: another process may be writing the run.
@@ -89,6 +88,14 @@ def directory_of(job: Job) -> RunDirectory:
 def console_of(job: Job, *, quiet: bool = False) -> Console:
     """Where the first process prints; the others print nothing."""
     return make_console(quiet=quiet or not job.context.ranks.first)
+
+
+def continued_if_restarted(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """The first rank decides for all. Every torchrun counts its own restarts, so one host may count none."""
+    if not any(ranks.all_gather_objects(was_restarted())):
+        return config
+    run = ranks.broadcast_from_first(lambda: continued(config).run)
+    return replace(config, run=replace(run, device=config.run.device))  # each rank has its own GPU
 
 
 def continued(config: TrainConfig) -> TrainConfig:

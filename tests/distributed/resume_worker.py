@@ -1,6 +1,7 @@
 """One rank of the resume tests: a part of a run of six steps, in float64, without batch norm."""
 
 import contextlib
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -8,11 +9,12 @@ from training_worker import vit_file
 
 from leanclip.config import override
 from leanclip.data.datasets import BUNDLED
+from leanclip.distributed import launch_id
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.runs.config import ParallelConfig
 from leanclip.runs.stopping import Stopping
 from leanclip.training import set_up, train
-from leanclip.training_run import prepare
+from leanclip.training_run import continued_if_restarted, prepare
 
 
 class Killed(BaseException):
@@ -48,3 +50,16 @@ def train_part(ranks, folder, logs, stop, resume=False, parallel=None):
     with contextlib.suppress(Killed):
         train(job, directory, Console(quiet=True), stop=KilledAfter(stop))
     return {}
+
+
+def restart(ranks, folder, counts):
+    """The settings with which this rank continues; its torchrun counts counts[rank] restarts."""
+    os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(counts[ranks.rank])
+    if ranks.first:
+        directory = RunDirectory(Path(folder) / "run")
+        directory.path.mkdir()
+        directory.describe(launch=launch_id())
+    values = {"logs": str(folder), "name": "run", "overwrite": True, "device": f"cuda:{ranks.rank}"}
+    run = continued_if_restarted(override(TrainConfig(), values, "test"), ranks).run
+    return {"resume": run.resume, "overwrite": run.overwrite, "device": run.device}

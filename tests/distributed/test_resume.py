@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks_job import run_ranks
-from resume_worker import train_part
+from resume_worker import restart, train_part
 
 from leanclip.checkpointing.storage import StoredTensors
 from leanclip.distributed import Ranks
@@ -48,3 +48,11 @@ def test_resume_on_other_processes(first, second, uninterrupted, tmp_path):
     for name, table in expected_loss.items():
         assert torch.allclose(loss[name], table, rtol=1e-8), name
     assert {**position, "seconds": 0, "best": 0} == {**expected_position, "seconds": 0, "best": 0}
+
+
+@pytest.mark.parametrize(("counts", "resume"), [((0, 0), None), ((0, 1), "auto"), ((1, 0), "auto"), ((1, 1), "auto")])
+def test_all_ranks_continue_if_torchrun_restarted_any(counts, resume, tmp_path):
+    """A host whose own processes did not fail counts no restart. Each rank keeps its device."""
+    found = run_ranks(restart, 2, tmp_path, counts, timeout=60)
+    assert [rank.pop("device") for rank in found] == ["cuda:0", "cuda:1"]
+    assert found == [{"resume": resume, "overwrite": resume is None}] * 2

@@ -4,13 +4,16 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from leanclip.distributed import TrafficCounter, compare_traffic, detect_launch, device_for, process_group
-from leanclip.distributed.launch import Launch, first_host
+from leanclip.distributed.heartbeat import REASON_KEY
+from leanclip.distributed.launch import Launch, agree_on_round, first_host, join_store
 from refusal import refuses
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
@@ -77,6 +80,62 @@ def test_a_missing_rank_is_reported():
         process_group(launch, torch.device("cpu"), timeout=1.0),
     ):
         pass
+
+
+TIMEOUT = 10.0  # seconds; only a failing test waits so long
+
+
+@pytest.fixture
+def agent_store():
+    """The store of a torchrun agent, which outlives the ranks."""
+    return TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+
+
+def start_ranks(agent_store, counts, delays=(0.0, 0.0, 0.0)):
+    """The stores that the ranks get whose agents count `counts` restarts."""
+
+    def join(rank):
+        time.sleep(delays[rank])
+        environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(counts[rank])}
+        launch = Launch(rank, len(counts), 0, "torchrun", "127.0.0.1", agent_store.port)
+        return join_store(launch, TIMEOUT, environment)
+
+    with ThreadPoolExecutor(len(counts)) as pool:
+        return list(pool.map(join, range(len(counts))))
+
+
+def assert_joined(stores):
+    """Every rank reads what every other wrote."""
+    for rank, store in enumerate(stores):
+        store.set(f"from/{rank}", str(rank))
+    for store in stores:
+        assert [store.get(f"from/{rank}") for rank in range(len(stores))] == [
+            b"%d" % rank for rank in range(len(stores))
+        ]
+
+
+@pytest.mark.parametrize("counts", [(0, 1, 1), (1, 0, 0), (2, 0, 1)])
+@pytest.mark.parametrize("delays", [(0.0, 0.0, 0.0), (0.3, 0.0, 0.0), (0.0, 0.3, 0.1)])
+def test_hosts_with_different_restart_counts_meet(agent_store, counts, delays):
+    assert_joined(start_ranks(agent_store, (0, 0, 0)))
+    assert_joined(start_ranks(agent_store, counts, delays))
+
+
+def test_a_round_sees_no_keys_of_an_earlier_one(agent_store):
+    """A change of hosts restarts the ranks with the same count."""
+    for size in (3, 2, 3):
+        stores = start_ranks(agent_store, (0,) * size)
+        assert not any(store.check([REASON_KEY]) for store in stores)
+        stores[0].set(REASON_KEY, "rank 1 died")
+        assert {store.get(REASON_KEY) for store in stores} == {b"rank 1 died"}
+
+
+def test_ranks_that_died_while_they_joined_are_not_counted(agent_store):
+    store = PrefixStore("leanclip", agent_store)
+    store.set("asks/1", "of a rank that died")
+    with pytest.raises(RuntimeError, match="rank 1 did not join"):
+        agree_on_round(store, 0, 2, 0.3)
+    assert_joined(start_ranks(agent_store, (0, 0), delays=(0.0, 0.3)))
 
 
 def test_traffic_compared_with_other_implementations():

@@ -5,6 +5,8 @@ import os
 import re
 import socket
 import sys
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -19,6 +21,7 @@ from leanclip.errors import UserError, first_line
 
 PORT = 29500
 AGENT_TIMEOUT = 30.0  # seconds to connect to torchrun's store, which may have been killed
+ASK_INTERVAL = 0.05  # seconds between rank 0's looks for ranks that ask to join
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def process_group(
         yield Heartbeat(None, launch.rank, launch.size, timeout)
         return
     try:
-        store = _rendezvous(launch, timeout)
+        store = join_store(launch, timeout)
         dist.init_process_group(
             _backend(store, launch, device),
             store=store,
@@ -140,12 +143,12 @@ def process_group(
                 dist.destroy_process_group()  # after a failure it might wait for unfinished collectives
 
 
-def _rendezvous(launch: Launch, timeout: float) -> Store:
+def join_store(launch: Launch, timeout: float, environment: Mapping[str, str] = os.environ) -> Store:
+    """A store that the ranks of this start share and that holds no keys of an earlier start."""
     if launch.size == 1:
         return HashStore()
     # torchrun's agent hosts the store, and has started it before its ranks; elsewhere rank 0 does.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     tcp = TCPStore(
         launch.address,
         launch.port,
@@ -155,7 +158,37 @@ def _rendezvous(launch: Launch, timeout: float) -> Store:
         wait_for_workers=False,
     )
     tcp.set_timeout(timedelta(seconds=timeout))
-    return PrefixStore(f"leanclip/{attempt}", tcp)
+    store = PrefixStore("leanclip", tcp)
+    # The agent's store keeps the keys of earlier rounds; that of rank 0 is new with each rank 0.
+    return PrefixStore(agree_on_round(store, launch.rank, launch.size, timeout), store) if agent else store
+
+
+def agree_on_round(store: Store, rank: int, size: int, timeout: float) -> str:
+    """A name for this start of the ranks that none before had, the same on all ranks.
+
+    torchrun passes none: every host counts its own restarts, and a change of hosts does not count. So each rank asks
+    with a number that nobody used before, and only a rank 0 that is running can have answered it. What dead processes
+    asked is answered, too, but they do not confirm, and rank 0 continues until all ranks have.
+    """
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"asks/{rank}", own)
+        name = store.get(f"answer/{own}").decode()
+        store.set(f"{name}/joined/{rank}", "")
+        return name
+    answered: set[str] = set()
+    missing, deadline = set(range(1, size)), time.monotonic() + timeout
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"{own}/joined/{other}"]):
+                missing.remove(other)
+            elif store.check([f"asks/{other}"]) and (asked := store.get(f"asks/{other}").decode()) not in answered:
+                store.set(f"answer/{asked}", own)
+                answered.add(asked)
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"rank {', '.join(map(str, sorted(missing)))} did not join")
+        time.sleep(ASK_INTERVAL if missing else 0)
+    return own
 
 
 def device_for(launch: Launch, name: str | None) -> str:
