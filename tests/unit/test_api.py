@@ -96,8 +96,8 @@ def test_load_takes_what_evaluate_takes(trained, tmp_path, small_model):
         assert torch.allclose(model.encode_text(tokenizer(["a cat"])), expected, atol=1e-6) and preprocess
         assert leanclip.evaluate(source, **data)[0].metrics == pytest.approx(figures.metrics, abs=1e-6)
     saved = json.loads((tmp_path / "mine.json").read_text())
-    saved["preprocess_cfg"]["mean"] = [0.5, 0.5, 0.5]
-    (tmp_path / "mine.json").write_text(json.dumps(saved))
+    described = {"model_cfg": saved, "preprocess_cfg": {"mean": [0.5, 0.5, 0.5]}}
+    (tmp_path / "mine.json").write_text(json.dumps(described))
     for name in ("mine.safetensors", "mine.pt"):  # --pretrained FILE brings its architecture and preprocessing, too
         config = fill(TrainConfig(model=ModelConfig(pretrained=str(tmp_path / name))), samples=1000)
         started = create_model(config.model)
