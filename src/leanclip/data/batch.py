@@ -1,12 +1,15 @@
 """The samples of one training step."""
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from leanclip.data.source import MAX_EXAMPLES
 
 MAX_PICKLED_BYTES = 256 << 10  # larger tensors travel through shared memory
 
@@ -46,7 +49,8 @@ class Batch:
         """Called by torch's DataLoader, so that copies to the device are asynchronous."""
         names = ("images", "tokens", "sample_ids", "groups", "weights")
         tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: tensor.pin_memory() for name, tensor in tensors.items() if tensor is not None})
+        on_host = {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.is_cpu}
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in on_host.items()})
 
     @property
     def captions(self) -> Any:
@@ -67,6 +71,25 @@ class Batch:
             Batch(images=i, tokens=t, sample_ids=s, lengths=n, packed=p)
             for i, t, s, n, p in zip(*tensors, lengths, packed, strict=True)
         ]
+
+    @staticmethod
+    def join(parts: "Sequence[Batch]", images: Tensor) -> "Batch":
+        """Parts of a batch, and the images of all of them."""
+
+        def joined(name: str) -> Any:
+            tensors = [getattr(part, name) for part in parts]
+            return None if tensors[0] is None else torch.cat(tensors)
+
+        return Batch(
+            images=images,
+            tokens=joined("tokens"),
+            sample_ids=joined("sample_ids"),
+            groups=joined("groups"),
+            weights=joined("weights"),
+            lengths=joined("lengths"),
+            broken=sum((Counter(part.broken) for part in parts), Counter()),
+            examples=tuple(example for part in parts for example in part.examples)[:MAX_EXAMPLES],
+        )
 
 
 def _small_as_array(value: Any) -> Any:

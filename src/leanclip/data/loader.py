@@ -9,8 +9,8 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import chain, count, cycle, islice
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,12 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from leanclip.data.batch import Batch
+from leanclip.data.crops.ring import PART, CropRing, RingReader, SlotWriter
 from leanclip.data.decode import (
     NO_FEATURES,
     FeatureRows,
     Features,
+    TrainingTransform,
     Transform,
     naming,
     training_sample,
@@ -45,7 +47,8 @@ class TrainingLoader:
     global batch that this process reads, by default all of it. `end_of_text` maps tokens to caption lengths, for
     models that skip the padding. `features` of locked towers are read in the place of images or captions.
     `group_key` and `weight_key` name fields of the samples' metadata. `captions_of` is the sample whose captions each
-    one gets, by default its own.
+    one gets, by default its own. With `resize_on`, workers only decode, and this device resizes: the batches come in
+    parts, which are joined there.
     """
 
     def __init__(
@@ -55,11 +58,12 @@ class TrainingLoader:
         *,
         batch: int,
         share: slice | None = None,
-        transform: Transform,
+        transform: TrainingTransform,
         tokenizer: Callable[..., Tensor],
         seed: int,
         workers: int,
         pin_memory: bool,
+        resize_on: torch.device | None = None,
         shuffle: Shuffle = "all",
         end_of_text: Callable[[Tensor], Tensor] | None = None,
         features: Features = NO_FEATURES,
@@ -77,13 +81,26 @@ class TrainingLoader:
         self.order = Order(visits, batch=batch, seed=seed, shuffle=shuffle)
         self._steps: list[tuple[int, int]] = []  # of the current epoch; replaced in place, so that the workers stay
         share = slice(0, batch) if share is None else share
+        self._share = len(range(batch)[share])
+        self._reader = None
+        if resize_on is not None and features.images is None:
+            samples = max(1, min(PART, self._share))
+            self._reader = RingReader(CropRing(transform.size, workers=workers, samples=samples), resize_on)
+        ring = None if self._reader is None else self._reader.ring
+        parts = _Parts(self._steps, max(1, -(-self._share // PART)) if ring else 1, ring.slots if ring else 1)
         batches = _TrainingBatches(
-            source, self.order, share, transform, tokenizer, seed, end_of_text, features, group_key,
-            weight_key, captions_of,
+            source, self.order, share, transform, ring, tokenizer, seed, end_of_text, features, group_key, weight_key,
+            captions_of,
         )  # fmt: skip
+        self._pin_memory, self._parts = pin_memory, parts.number
         self._loader = _data_loader(
-            batches, sampler=self._steps, workers=workers, pin_memory=pin_memory, persistent_workers=workers > 0
-        )
+            batches, sampler=parts, workers=workers, pin_memory=pin_memory and ring is None,
+            persistent_workers=workers > 0,
+        )  # fmt: skip
+
+    @property
+    def resizes_on_gpu(self) -> bool:
+        return self._reader is not None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -92,7 +109,41 @@ class TrainingLoader:
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from step `start` on."""
         self._steps[:] = [(epoch, step) for step in range(start, self.steps_per_epoch)]
-        yield from _raise_errors(self._loader)
+        if self._reader is None:
+            yield from _raise_errors(self._loader)
+            return
+        self._reader.wait()
+        parts, numbers = _raise_errors(self._loader), count(PREFETCH_BATCHES * self._loader.num_workers)
+        for _ in self._steps:
+            yield self._joined(self._reader, parts, numbers)
+
+    def _joined(self, reader: RingReader, parts: Iterator[Batch], numbers: Iterator[int]) -> Batch:
+        """A batch from its parts, whose `images` are where their crops are. The next part that the loader orders has
+        the number that comes with each."""
+        images = torch.empty(self._share, 3, *reader.ring.size, dtype=torch.uint8, device=reader.device)
+        batches: list[Batch] = []
+        for number, target in zip(islice(numbers, self._parts), images.split(PART), strict=False):
+            reader.wait(number)
+            part = next(parts)
+            reader.resize(number - PREFETCH_BATCHES * self._loader.num_workers, part.images, target)
+            batches.append(part)
+        batch = Batch.join(batches, images)
+        return batch.pin_memory() if self._pin_memory else batch
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Of each batch, with a slot of the ring: the loader's sampler."""
+
+    steps: list[tuple[int, int]]
+    number: int  # of a batch
+    slots: int
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        slots = cycle(range(self.slots))
+        for epoch, step in self.steps:
+            for part in range(self.number):
+                yield epoch, step, part, next(slots)
 
 
 class _Loader(DataLoader):
@@ -132,12 +183,14 @@ def weight_of(source: Source, index: int, key: str) -> float:
 
 @dataclass(frozen=True)
 class _TrainingBatches(Dataset):
-    """Maps (epoch, step) to this process's share of the global batch."""
+    """Maps (epoch, step, part, slot) to this process's share of the global batch. With a ring that is a part of it,
+    and its `images` say where the crops are in the slot."""
 
     source: Source
     order: Order
     share: slice
-    transform: Transform
+    transform: TrainingTransform
+    ring: CropRing | None
     tokenizer: Callable[..., Tensor]
     seed: int
     end_of_text: Callable[[Tensor], Tensor] | None  # from tokens to caption lengths
@@ -146,63 +199,88 @@ class _TrainingBatches(Dataset):
     weight_key: str | None
     captions_of: np.ndarray | None
 
-    def __getitem__(self, key: tuple[int, int]) -> Batch | UserError:
+    def __getitem__(self, key: tuple[int, int, int, int]) -> Batch | UserError:
         try:
             return self._batch(*key)
         except UserError as error:
             return error  # raised in a worker, it would arrive with a traceback
 
-    def _batch(self, epoch: int, step: int) -> Batch:
-        ids, copies = self.order.batch_ids(epoch, step)
-        images, captions, sample_ids, groups, weights = [], [], [], [], []
-        broken: Counter[str] = Counter()
-        examples: list[str] = []
+    def _batch(self, epoch: int, step: int, part: int, slot: int) -> Batch:
+        slots = range(self.order.batch)[self.share]
+        slots = slots if self.ring is None else slots[part * PART : (part + 1) * PART]
+        ids, copies = self.order.batch_ids(epoch, step, slice(slots.start, slots.stop))
+        samples = _Samples(images=[] if self.ring is None else SlotWriter(self.ring, slot, len(slots)))
         if None in self.features:  # what the tables do not hold is read from the source
-            self.source.prefetch([index for index in ids[self.share].tolist() if index >= 0])
-        for slot in range(*self.share.indices(self.order.batch)):
-            sample = [(int(ids[slot]), int(copies[slot]))] if ids[slot] >= 0 else []
-            replacements = ((index, 0) for index in self.order.replacements(epoch, step, slot))
-            for index, copy in chain(sample, replacements):
-                seed = sample_seed(self.seed, epoch, index, copy)
-                try:
-                    group = None if self.group_key is None else group_of(self.source, index, self.group_key)
-                    weight = None if self.weight_key is None else weight_of(self.source, index, self.weight_key)
-                    image, caption = training_sample(
-                        self.source, index, self.transform, seed=seed, visit=epoch + copy, features=self.features,
-                        captions_of=index if self.captions_of is None else int(self.captions_of[index]),
-                    )  # fmt: skip
-                except BrokenSample as error:
-                    broken[error.kind] += 1
-                    if len(examples) < MAX_EXAMPLES:
-                        examples.append(str(error))
-                    continue
-                images.append(image)
-                captions.append(caption)
-                sample_ids.append(index)
-                groups.append(group)
-                weights.append(weight)
-                break
+            self.source.prefetch([index for index in ids.tolist() if index >= 0])
+        for place, index, copy in zip(slots, ids.tolist(), copies.tolist(), strict=True):
+            sample = [(index, copy)] if index >= 0 else []
+            replacements = ((index, 0) for index in self.order.replacements(epoch, step, place))
+            for candidate in chain(sample, replacements):
+                if self._read(samples, epoch, *candidate):
+                    break
             else:
                 raise UserError(
-                    f"no sample is left to replace a broken one ({'; '.join(examples)}); remove the"
+                    f"no sample is left to replace a broken one ({'; '.join(samples.examples)}); remove the"
                     " broken samples, or give a smaller --global-batch-size",
                     code="data.no_replacement",
                 )
         tokens = torch.empty(0, dtype=torch.int64)
-        if captions:
-            tokens = self.tokenizer(captions) if self.features.texts is None else torch.stack(captions)
+        if samples.captions:
+            tokens = (
+                self.tokenizer(samples.captions) if self.features.texts is None else torch.stack(samples.captions)
+            )
         return Batch(
-            images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
+            images=samples.stacked_images(),
             tokens=tokens,
-            sample_ids=torch.tensor(sample_ids, dtype=torch.int64),
-            groups=None if self.group_key is None else torch.tensor(groups, dtype=torch.int64),
-            weights=None if self.weight_key is None else torch.tensor(weights, dtype=torch.float32),
+            sample_ids=torch.tensor(samples.ids, dtype=torch.int64),
+            groups=None if self.group_key is None else torch.tensor(samples.groups, dtype=torch.int64),
+            weights=None if self.weight_key is None else torch.tensor(samples.weights, dtype=torch.float32),
             lengths=None
-            if not captions or self.end_of_text is None or self.features.texts
+            if not samples.captions or self.end_of_text is None or self.features.texts
             else self.end_of_text(tokens),
-            broken=dict(broken),
-            examples=tuple(examples),
+            broken=dict(samples.broken),
+            examples=tuple(samples.examples),
         )
+
+    def _read(self, samples: "_Samples", epoch: int, index: int, copy: int) -> bool:
+        """Add a sample. False if it is broken."""
+        try:
+            group = None if self.group_key is None else group_of(self.source, index, self.group_key)
+            weight = None if self.weight_key is None else weight_of(self.source, index, self.weight_key)
+            image, caption = training_sample(
+                self.source, index, self.transform if self.ring is None else self.transform.crop,
+                seed=sample_seed(self.seed, epoch, index, copy), visit=epoch + copy, features=self.features,
+                captions_of=index if self.captions_of is None else int(self.captions_of[index]),
+            )  # fmt: skip
+        except BrokenSample as error:
+            samples.broken[error.kind] += 1
+            if len(samples.examples) < MAX_EXAMPLES:
+                samples.examples.append(str(error))
+            return False
+        samples.images.append(image)
+        samples.captions.append(caption)
+        samples.ids.append(index)
+        samples.groups.append(group)
+        samples.weights.append(weight)
+        return True
+
+
+@dataclass
+class _Samples:
+    """What was read so far of a batch."""
+
+    images: list[Tensor] | SlotWriter
+    captions: list[Any] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    groups: list[int | None] = field(default_factory=list)
+    weights: list[float | None] = field(default_factory=list)
+    broken: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+
+    def stacked_images(self) -> Tensor:
+        if isinstance(self.images, SlotWriter):
+            return torch.tensor(self.images.layout, dtype=torch.int64)
+        return torch.stack(self.images) if self.images else torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -183,14 +183,16 @@ class Order:
         """Steps per epoch; an incomplete last batch is dropped."""
         return len(self.visits) // self.batch
 
-    def batch_ids(self, epoch: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a global batch and their copy numbers. A repeated id within the batch becomes -1."""
-        ids, copies = self._at(epoch, np.arange(step * self.batch, (step + 1) * self.batch))
-        if self.visits.repeats:
-            first = np.zeros(self.batch, bool)
-            first[np.unique(ids, return_index=True)[1]] = True
-            ids = np.where(first, ids, -1)
-        return ids, copies
+    def batch_ids(self, epoch: int, step: int, slots: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of a global batch, or of some of its slots, and their copy numbers. A repeated id within the batch
+        becomes -1."""
+        positions = np.arange(step * self.batch, (step + 1) * self.batch)
+        if not self.visits.repeats:
+            return self._at(epoch, positions[slots])
+        ids, copies = self._at(epoch, positions)
+        first = np.zeros(self.batch, bool)
+        first[np.unique(ids, return_index=True)[1]] = True
+        return np.where(first, ids, -1)[slots], copies[slots]
 
     def replacements(self, epoch: int, step: int, slot: int) -> Iterator[int]:
         """The ids that may replace the sample in a slot of a step, in order: the ids in this slot of later steps.

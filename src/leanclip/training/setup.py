@@ -27,6 +27,7 @@ from leanclip.losses.pair_weights import MIN_VISITS
 from leanclip.losses.registry import spec_of
 from leanclip.models import TwoTower
 from leanclip.models.towers.layers import layer_rates
+from leanclip.ops.resize import has_kernel
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.optim.loss_scale import LossScale
 from leanclip.optim.weight_average import WeightEMA
@@ -315,6 +316,7 @@ def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
         seed=config.run.seed,
         workers=config.data.workers,
         pin_memory=run.device.type == "cuda",
+        resize_on=_resize_on(config.data.decode, run.device),
         shuffle=config.data.shuffle,
         end_of_text=model.end_of_text,
         features=features,
@@ -322,6 +324,17 @@ def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
         weight_key=config.data.pair_weights_field,
         captions_of=_captions_of(run.data, config),
     )
+
+
+def _resize_on(decode: str, device: torch.device) -> torch.device | None:
+    """The GPU, where it resizes training images instead of the workers."""
+    able = device.type == "cuda" and has_kernel(device)
+    if decode == "gpu" and not able:
+        raise UserError(
+            f"--decode gpu needs an NVIDIA GPU with Triton, the run is on {device}; leave it out",
+            code="training.decode_needs_gpu",
+        )
+    return device if able and decode != "cpu" else None
 
 
 def _captions_of(data: Datasets, config: TrainConfig) -> np.ndarray | None:
