@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import io
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -153,6 +154,7 @@ def test_collected_results_are_shown_and_written(small_run, tmp_path, capsys):
     assert "36 of 38 sets are missing" in shown
     assert "37.5%" in next(line for line in shown.splitlines() if "FastCLIP: Retrieval" in line)
     assert "mean, 2 of 3 sets" in shown
+    assert re.search(r"VTAB +. mean, 0 of 13 sets +. +– ", shown)
     sets = json.loads(output.read_text())["sets"]
     assert sets["datacomp/mean/FastCLIP: Retrieval"]["metrics"] == {"mean": 0.375}
     assert sets[f"datacomp/{FLICKR}"] == {
@@ -160,7 +162,7 @@ def test_collected_results_are_shown_and_written(small_run, tmp_path, capsys):
         "metric": "mean_recall@1",
     }  # fmt: skip
     rows = {row["set"]: row for row in csv.DictReader(io.StringIO(table.read_text()))}
-    assert rows["datacomp/mean/Average"]["metric"] == "mean_of_2"
+    assert rows["datacomp/mean/Average"]["metric"] == "mean_of_2" and "datacomp/mean/VTAB" not in rows
     assert evaluate(small_run, "--suite-data", stored, "--baseline", small_run) == 2
     assert refusal_code(capsys.readouterr().err) == "suite.one_model"
 

@@ -83,7 +83,7 @@ def with_means(ran: Sequence[SetResult], collected: Mapping[str, SetResult]) -> 
         if task.metric in raw:  # a multi-label set has another
             results[task.key] = _set_result(task, raw[task.metric], "clip_benchmark", result.metrics, result.details)
     ordered = [results[key] for key in TASKS if key in results]
-    return ordered + [mean for name, groups in MEANS.items() for mean in _mean(name, groups, results)]
+    return ordered + [_mean(name, groups, results) for name, groups in MEANS.items()]
 
 
 def _set_result(
@@ -98,25 +98,21 @@ def _set_result(
     )
 
 
-def _mean(name: str, groups: set[str], results: Mapping[str, SetResult]) -> list[SetResult]:
+def _mean(name: str, groups: set[str], results: Mapping[str, SetResult]) -> SetResult:
     """A mean over fewer sets than it should have is called so, and does not compare with one over others."""
     members = [task for task in TASKS.values() if task.group in groups]
     values = [results[task.key].metrics["main_metric"] for task in members if task.key in results]
     missing = [task for task in members if task.key not in results]
-    if not values:
-        return []
-    metric, label = "mean", f"mean of {len(members)}"
-    if missing:
-        metric, label = f"mean_of_{len(values)}", f"mean, {len(values)} of {len(members)} sets"
-    return [
-        SetResult(
-            name=f"datacomp/mean/{name}",
-            kind="datacomp",
-            metrics={metric: math.fsum(values) / len(values)},
-            details={"label": name, "metric": label, "missing": [task.key for task in missing]},
-            notes=_missing_note(missing) if name == "Average" else (),
-        )
-    ]
+    metric, label = f"mean_of_{len(values)}", f"mean, {len(values)} of {len(members)} sets"
+    if not missing:
+        metric, label = "mean", f"mean of {len(members)}"
+    return SetResult(
+        name=f"datacomp/mean/{name}",
+        kind="datacomp",
+        metrics={metric: math.fsum(values) / len(values)} if values else {},
+        details={"label": name, "metric": label, "missing": [task.key for task in missing]},
+        notes=_missing_note(missing) if name == "Average" else (),
+    )
 
 
 def _missing_note(missing: Sequence[Task]) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ def zero_shot_rows(results: Sequence[SetResult]) -> list[list[str]]:
 def datacomp_rows(results: Sequence[SetResult]) -> list[list[str]]:
     """Set or mean, its metric, which weights, and the value of its first metric."""
     return [
-        [result.details["label"], result.details["metric"], line, cell(line, values, next(iter(result.metrics)))]
+        [result.details["label"], result.details["metric"], line, cell(line, values, next(iter(result.metrics), ""))]
         for result in results
         if result.kind == "datacomp"
         for line, values in result.lines()
