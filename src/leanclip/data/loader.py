@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -104,8 +104,7 @@ class TrainingLoader:
             yield from _raise_errors(self._loader)
             return
         for first in range(0, len(steps), chunk):  # worker processes would take longer
-            for batch in self._batches.batches(epoch, steps[first : first + chunk]):
-                yield batch.pin_memory() if self.pin_memory else batch
+            yield from self._batches.batches(epoch, steps[first : first + chunk], pin_memory=self.pin_memory)
 
 
 class _Loader(DataLoader):
@@ -171,18 +170,25 @@ class _TrainingBatches(Dataset):
         """Whether the source is not read at all."""
         return None not in self.features and self.group_key is None and self.weight_key is None
 
-    def batches(self, epoch: int, steps: range) -> list[Batch]:
+    def batches(self, epoch: int, steps: range, *, pin_memory: bool = False) -> list[Batch]:
         """Of consecutive steps. What tables hold is read for all samples at once, after broken ones are replaced."""
         ids, copies = (values[:, self.share] for values in self.order.batch_ids(epoch, steps))
-        read = [self._read(epoch, *step) for step in zip(steps, ids, copies, strict=True)]
         images, texts = self.features
+        unread = np.ones(ids.shape, bool)
+        if self.only_tables and images is not None and texts is not None:
+            unread = (ids < 0) | images.broken(ids) | texts.broken(self._owners(ids))
+        read = [self._read(epoch, *step) for step in zip(steps, ids, copies, unread, strict=True)]
+
+        def by_step(values: Tensor) -> Sequence[Tensor]:
+            return (values.pin_memory() if pin_memory else values).unbind()
+
         image_rows = text_rows = [None] * len(steps)
         if images is not None:
-            image_rows = images.take(images.views(ids, epoch + copies)).unbind()
+            image_rows = by_step(images.take(images.views(ids, epoch + copies)))
         if texts is not None:
             draws = caption_draws(self.seed, epoch, ids, copies)
-            text_rows = texts.take(texts.drawn(self._owners(ids), draws)).unbind()
-        rows = zip(read, torch.from_numpy(ids).unbind(), image_rows, text_rows, strict=True)
+            text_rows = by_step(texts.take(texts.drawn(self._owners(ids), draws)))
+        rows = zip(read, by_step(torch.from_numpy(ids)), image_rows, text_rows, strict=True)
         return [self._batch(*step) for step in rows]
 
     def _batch(self, read: "_Contents", sample_ids: Tensor, images: Tensor | None, tokens: Tensor | None) -> Batch:
@@ -207,15 +213,12 @@ class _TrainingBatches(Dataset):
         """The samples whose captions they get."""
         return ids if self.captions_of is None else self.captions_of[ids]
 
-    def _read(self, epoch: int, step: int, ids: np.ndarray, copies: np.ndarray) -> "_Contents":
-        """What the samples of a step have beside their features. Broken ones are replaced, in `ids` and `copies`."""
-        contents, places, (images, texts) = _Contents(), np.arange(len(ids)), self.features
-        if images is None or texts is None:  # what the tables do not hold is read from the source
+    def _read(self, epoch: int, step: int, ids: np.ndarray, copies: np.ndarray, unread: np.ndarray) -> "_Contents":
+        """What unread samples have beside their features. Broken ones are replaced, in `ids` and `copies` too."""
+        contents, start = _Contents(), self.share.indices(self.order.batch)[0]
+        if None in self.features:  # what the tables do not hold is read from the source
             self.source.prefetch([index for index in ids.tolist() if index >= 0])
-        elif self.only_tables:
-            places = np.flatnonzero((ids < 0) | images.broken(ids) | texts.broken(self._owners(ids)))
-        start = self.share.indices(self.order.batch)[0]
-        for place in places.tolist():
+        for place in np.flatnonzero(unread).tolist():
             sample = [(int(ids[place]), int(copies[place]))] if ids[place] >= 0 else []
             replacements = ((index, 0) for index in self.order.replacements(epoch, step, start + place))
             for index, copy in chain(sample, replacements):

@@ -33,8 +33,9 @@ class FeatureTable:
         mode = "r+" if writable else "r"
         self.directory = directory
         self.features: np.memmap = np.load(directory / "features.npy", mmap_mode=mode)
-        self.first: np.ndarray = np.load(directory / "first.npy", mmap_mode="r")
-        self.done: np.ndarray = np.load(directory / "done.npy", mmap_mode=mode)
+        # As plain arrays, whose elements are read in a third of the time.
+        self.first = np.asarray(np.load(directory / "first.npy", mmap_mode="r"))
+        self.done = np.asarray(np.load(directory / "done.npy", mmap_mode=mode))
         weights = directory / "weights.npy"
         self.weights: np.ndarray | None = np.load(weights, mmap_mode="r") if weights.is_file() else None
         self._broken: dict[int, tuple[str, str]] | None = None
@@ -74,7 +75,7 @@ class FeatureTable:
 
     def missing(self) -> np.ndarray:
         """The ids whose features are not computed yet."""
-        return np.flatnonzero(np.asarray(self.done) == MISSING)
+        return np.flatnonzero(self.done == MISSING)
 
     def write(self, ids: Sequence[int], rows: np.ndarray) -> None:
         """Store the rows of these ids, one sample after the other."""

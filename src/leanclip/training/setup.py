@@ -74,11 +74,11 @@ class Job:
 
     def pack(self, batch: Batch) -> Batch:
         """A batch on the device with its features read there, or its captions packed for the text tower."""
-        images, texts = self.features
-        if images is not None:
-            batch = replace(batch, images=images.gather(batch.images))
-        if texts is not None:
-            return replace(batch, tokens=texts.gather(batch.tokens))
+        sides = zip(self.features, (batch.images, batch.tokens), strict=True)
+        images, tokens = (side if table is None else table.gather(side) for table, side in sides)
+        batch = replace(batch, images=images, tokens=tokens)
+        if self.features.texts is not None:
+            return batch
         return batch.pack(self.model.texts, self.context.micro_batches)
 
     @property
