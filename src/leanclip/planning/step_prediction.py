@@ -58,7 +58,7 @@ class Predicted:
     parts: int  # micro-batches
     compiled: bool  # the towers' blocks
     cuda_graph: bool  # replays the step up to the gradients
-    feature_sizes: tuple[int | None, int | None]  # of locked towers that run once
+    feature_sizes: tuple[int | None, int | None] = (None, None)  # of locked towers that run once
 
     @property
     def peak(self) -> int:
