@@ -120,7 +120,7 @@ def test_a_slot_is_written_again_only_after_it_was_read(source):
         source, batch=10, transform=TrainingTransform(size=SIZE), tokenizer=tokenizer, seed=3, workers=2,
         pin_memory=False, resize_on=CPU,
     )  # fmt: skip
-    reader, waited, read = loader._reader, [], []
+    reader, waited, read = loader._parts and loader._parts.reader, [], []
     assert isinstance(reader, RingReader)
     resize = reader.resize
     reader.wait = lambda part=None: waited.append(part)  # pyright: ignore[reportAttributeAccessIssue]

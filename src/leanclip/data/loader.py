@@ -8,9 +8,9 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain, count, cycle, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from leanclip.data.batch import Batch
+from leanclip.data.crops.parts import CropParts
 from leanclip.data.crops.ring import PART, CropRing, RingReader, SlotWriter
 from leanclip.data.decode import (
     NO_FEATURES,
@@ -28,15 +29,15 @@ from leanclip.data.decode import (
     TrainingTransform,
     Transform,
     naming,
-    training_sample,
     view_of_sample,
 )
-from leanclip.data.order import Order, Shuffle, Visits, WeightedVisits, sample_seed
+from leanclip.data.order import Order, Shuffle, Visits, WeightedVisits, caption_draws, sample_seed
 from leanclip.data.source import MAX_EXAMPLES, BrokenSample, Source
 from leanclip.errors import UserError, first_line
 
 PREFETCH_BATCHES = 2  # per worker
 PARENT_POLL_SECONDS = 1.0
+CHUNK = 2048  # samples, in whole batches, whose features are read at once
 LARGEST_WEIGHT = 1e6  # of a pair; a sum over the largest batch stays exact enough
 
 
@@ -47,8 +48,7 @@ class TrainingLoader:
     global batch that this process reads, by default all of it. `end_of_text` maps tokens to caption lengths, for
     models that skip the padding. `features` of locked towers are read in the place of images or captions.
     `group_key` and `weight_key` name fields of the samples' metadata. `captions_of` is the sample whose captions each
-    one gets, by default its own. With `resize_on`, workers only decode, and this device resizes: the batches come in
-    parts, which are joined there.
+    one gets, by default its own. With `resize_on`, workers only decode, and this device resizes.
     """
 
     def __init__(
@@ -81,26 +81,29 @@ class TrainingLoader:
         self.order = Order(visits, batch=batch, seed=seed, shuffle=shuffle)
         self._steps: list[tuple[int, int]] = []  # of the current epoch; replaced in place, so that the workers stay
         share = slice(0, batch) if share is None else share
-        self._share = len(range(batch)[share])
-        self._reader = None
+        self._parts = ring = None
         if resize_on is not None and features.images is None:
-            samples = max(1, min(PART, self._share))
-            self._reader = RingReader(CropRing(transform.size, workers=workers, samples=samples), resize_on)
-        ring = None if self._reader is None else self._reader.ring
-        parts = _Parts(self._steps, max(1, -(-self._share // PART)) if ring else 1, ring.slots if ring else 1)
-        batches = _TrainingBatches(
-            source, self.order, share, transform, ring, tokenizer, seed, end_of_text, features, group_key, weight_key,
-            captions_of,
+            count = len(range(batch)[share])
+            ring = CropRing(transform.size, workers=workers, samples=max(1, min(PART, count)))
+            self._parts = CropParts(RingReader(ring, resize_on), self._steps, count, PREFETCH_BATCHES * workers)
+        self._batches = _TrainingBatches(
+            source, self.order, share, transform if ring is None else transform.crop, tokenizer, seed, end_of_text,
+            features, group_key, weight_key, captions_of, ring,
         )  # fmt: skip
-        self._pin_memory, self._parts = pin_memory, parts.number
+        quick = all(table is not None and table.quick for table in features)
+        self.chunked = self._batches.only_tables and (quick or not workers)
+        self.workers, self.pin_memory = 0 if self.chunked else workers, pin_memory
         self._loader = _data_loader(
-            batches, sampler=parts, workers=workers, pin_memory=pin_memory and ring is None,
-            persistent_workers=workers > 0,
-        )  # fmt: skip
+            self._batches,
+            sampler=self._steps if self._parts is None else self._parts,
+            workers=self.workers,
+            pin_memory=pin_memory and ring is None,
+            persistent_workers=self.workers > 0,
+        )
 
     @property
     def resizes_on_gpu(self) -> bool:
-        return self._reader is not None
+        return self._parts is not None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -108,42 +111,18 @@ class TrainingLoader:
 
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from step `start` on."""
-        self._steps[:] = [(epoch, step) for step in range(start, self.steps_per_epoch)]
-        if self._reader is None:
-            yield from _raise_errors(self._loader)
+        steps, chunk = range(start, self.steps_per_epoch), max(1, CHUNK // self.batch)
+        if not self.chunked:
+            self._steps[:] = [(epoch, step) for step in steps]
+            if self._parts is None:
+                yield from _raise_errors(self._loader)
+                return
+            self._parts.reader.wait()
+            for batch in self._parts.joined(_raise_errors(self._loader)):
+                yield batch.pin_memory() if self.pin_memory else batch
             return
-        self._reader.wait()
-        parts, numbers = _raise_errors(self._loader), count(PREFETCH_BATCHES * self._loader.num_workers)
-        for _ in self._steps:
-            yield self._joined(self._reader, parts, numbers)
-
-    def _joined(self, reader: RingReader, parts: Iterator[Batch], numbers: Iterator[int]) -> Batch:
-        """A batch from its parts, whose `images` are where their crops are. The next part that the loader orders has
-        the number that comes with each."""
-        images = torch.empty(self._share, 3, *reader.ring.size, dtype=torch.uint8, device=reader.device)
-        batches: list[Batch] = []
-        for number, target in zip(islice(numbers, self._parts), images.split(PART), strict=False):
-            reader.wait(number)
-            part = next(parts)
-            reader.resize(number - PREFETCH_BATCHES * self._loader.num_workers, part.images, target)
-            batches.append(part)
-        batch = Batch.join(batches, images)
-        return batch.pin_memory() if self._pin_memory else batch
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Of each batch, with a slot of the ring: the loader's sampler."""
-
-    steps: list[tuple[int, int]]
-    number: int  # of a batch
-    slots: int
-
-    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
-        slots = cycle(range(self.slots))
-        for epoch, step in self.steps:
-            for part in range(self.number):
-                yield epoch, step, part, next(slots)
+        for first in range(0, len(steps), chunk):  # worker processes would take longer
+            yield from self._batches.batches(epoch, steps[first : first + chunk], pin_memory=self.pin_memory)
 
 
 class _Loader(DataLoader):
@@ -183,14 +162,13 @@ def weight_of(source: Source, index: int, key: str) -> float:
 
 @dataclass(frozen=True)
 class _TrainingBatches(Dataset):
-    """Maps (epoch, step, part, slot) to this process's share of the global batch. With a ring that is a part of it,
-    and its `images` say where the crops are in the slot."""
+    """Maps (epoch, step) to this process's share of the global batch; with a ring (epoch, step, part, slot) to a part
+    of it, whose `images` say where the crops are in the slot."""
 
     source: Source
     order: Order
     share: slice
-    transform: TrainingTransform
-    ring: CropRing | None
+    transform: Transform
     tokenizer: Callable[..., Tensor]
     seed: int
     end_of_text: Callable[[Tensor], Tensor] | None  # from tokens to caption lengths
@@ -198,86 +176,131 @@ class _TrainingBatches(Dataset):
     group_key: str | None
     weight_key: str | None
     captions_of: np.ndarray | None
+    ring: CropRing | None
+    slot: int = 0
 
-    def __getitem__(self, key: tuple[int, int, int, int]) -> Batch | UserError:
+    def __getitem__(self, key: tuple[int, ...]) -> Batch | UserError:
+        epoch, step, *place = key
+        data = self if self.ring is None else self._part(*place)
         try:
-            return self._batch(*key)
+            return data.batches(epoch, range(step, step + 1))[0]
         except UserError as error:
             return error  # raised in a worker, it would arrive with a traceback
 
-    def _batch(self, epoch: int, step: int, part: int, slot: int) -> Batch:
-        slots = range(self.order.batch)[self.share]
-        slots = slots if self.ring is None else slots[part * PART : (part + 1) * PART]
-        ids, copies = self.order.batch_ids(epoch, step, slice(slots.start, slots.stop))
-        samples = _Samples(images=[] if self.ring is None else SlotWriter(self.ring, slot, len(slots)))
+    def _part(self, part: int, slot: int) -> "_TrainingBatches":
+        places = range(self.order.batch)[self.share][part * PART : (part + 1) * PART]
+        return replace(self, share=slice(places.start, places.stop), slot=slot)
+
+    @property
+    def only_tables(self) -> bool:
+        """Whether the source is not read at all."""
+        return None not in self.features and self.group_key is None and self.weight_key is None
+
+    def batches(self, epoch: int, steps: range, *, pin_memory: bool = False) -> list[Batch]:
+        """Of consecutive steps. What tables hold is read for all samples at once, after broken ones are replaced."""
+        ids, copies = (values[:, self.share] for values in self.order.batch_ids(epoch, steps))
+        images, texts = self.features
+        unread = np.ones(ids.shape, bool)
+        if self.only_tables and images is not None and texts is not None:
+            unread = (ids < 0) | images.broken(ids) | texts.broken(self._owners(ids))
+        read = [self._read(epoch, *step) for step in zip(steps, ids, copies, unread, strict=True)]
+
+        def by_step(values: Tensor) -> Sequence[Tensor]:
+            return (values.pin_memory() if pin_memory else values).unbind()
+
+        image_rows = text_rows = [None] * len(steps)
+        if images is not None:
+            image_rows = by_step(images.take(images.views(ids, epoch + copies)))
+        if texts is not None:
+            draws = caption_draws(self.seed, epoch, ids, copies)
+            text_rows = by_step(texts.take(texts.drawn(self._owners(ids), draws)))
+        rows = zip(read, by_step(torch.from_numpy(ids)), image_rows, text_rows, strict=True)
+        return [self._batch(*step) for step in rows]
+
+    def _batch(self, read: "_Contents", sample_ids: Tensor, images: Tensor | None, tokens: Tensor | None) -> Batch:
+        lengths = None
+        if images is None:
+            images = read.joined_images()
+        if tokens is None:
+            tokens = self.tokenizer(read.captions) if read.captions else torch.empty(0, dtype=torch.int64)
+            lengths = self.end_of_text(tokens) if read.captions and self.end_of_text is not None else None
+        return Batch(
+            images=images,
+            tokens=tokens,
+            sample_ids=sample_ids,
+            groups=None if self.group_key is None else torch.tensor(read.groups, dtype=torch.int64),
+            weights=None if self.weight_key is None else torch.tensor(read.weights, dtype=torch.float32),
+            lengths=lengths,
+            broken=dict(read.broken),
+            examples=tuple(read.examples),
+        )
+
+    def _owners(self, ids: np.ndarray) -> np.ndarray:
+        """The samples whose captions they get."""
+        return ids if self.captions_of is None else self.captions_of[ids]
+
+    def _read(self, epoch: int, step: int, ids: np.ndarray, copies: np.ndarray, unread: np.ndarray) -> "_Contents":
+        """What unread samples have beside their features. Broken ones are replaced, in `ids` and `copies` too."""
+        images = [] if self.ring is None else SlotWriter(self.ring, self.slot, len(ids))
+        contents, start = _Contents(images), self.share.indices(self.order.batch)[0]
         if None in self.features:  # what the tables do not hold is read from the source
             self.source.prefetch([index for index in ids.tolist() if index >= 0])
-        for place, index, copy in zip(slots, ids.tolist(), copies.tolist(), strict=True):
-            sample = [(index, copy)] if index >= 0 else []
-            replacements = ((index, 0) for index in self.order.replacements(epoch, step, place))
-            for candidate in chain(sample, replacements):
-                if self._read(samples, epoch, *candidate):
+        for place in np.flatnonzero(unread).tolist():
+            sample = [(int(ids[place]), int(copies[place]))] if ids[place] >= 0 else []
+            replacements = ((index, 0) for index in self.order.replacements(epoch, step, start + place))
+            for index, copy in chain(sample, replacements):
+                try:
+                    self._add_sample(contents, epoch, index, copy)
+                except BrokenSample as error:
+                    contents.broken[error.kind] += 1
+                    if len(contents.examples) < MAX_EXAMPLES:
+                        contents.examples.append(str(error))
+                else:
+                    ids[place], copies[place] = index, copy
                     break
             else:
                 raise UserError(
-                    f"no sample is left to replace a broken one ({'; '.join(samples.examples)}); remove the"
+                    f"no sample is left to replace a broken one ({'; '.join(contents.examples)}); remove the"
                     " broken samples, or give a smaller --global-batch-size",
                     code="data.no_replacement",
                 )
-        tokens = torch.empty(0, dtype=torch.int64)
-        if samples.captions:
-            tokens = (
-                self.tokenizer(samples.captions) if self.features.texts is None else torch.stack(samples.captions)
-            )
-        return Batch(
-            images=samples.stacked_images(),
-            tokens=tokens,
-            sample_ids=torch.tensor(samples.ids, dtype=torch.int64),
-            groups=None if self.group_key is None else torch.tensor(samples.groups, dtype=torch.int64),
-            weights=None if self.weight_key is None else torch.tensor(samples.weights, dtype=torch.float32),
-            lengths=None
-            if not samples.captions or self.end_of_text is None or self.features.texts
-            else self.end_of_text(tokens),
-            broken=dict(samples.broken),
-            examples=tuple(samples.examples),
-        )
+        return contents
 
-    def _read(self, samples: "_Samples", epoch: int, index: int, copy: int) -> bool:
-        """Add a sample. False if it is broken."""
-        try:
-            group = None if self.group_key is None else group_of(self.source, index, self.group_key)
-            weight = None if self.weight_key is None else weight_of(self.source, index, self.weight_key)
-            image, caption = training_sample(
-                self.source, index, self.transform if self.ring is None else self.transform.crop,
-                seed=sample_seed(self.seed, epoch, index, copy), visit=epoch + copy, features=self.features,
-                captions_of=index if self.captions_of is None else int(self.captions_of[index]),
-            )  # fmt: skip
-        except BrokenSample as error:
-            samples.broken[error.kind] += 1
-            if len(samples.examples) < MAX_EXAMPLES:
-                samples.examples.append(str(error))
-            return False
-        samples.images.append(image)
-        samples.captions.append(caption)
-        samples.ids.append(index)
-        samples.groups.append(group)
-        samples.weights.append(weight)
-        return True
+    def _add_sample(self, contents: "_Contents", epoch: int, index: int, copy: int) -> None:
+        """Read a sample; one that is broken adds nothing."""
+        source, (images, texts) = self.source, self.features
+        group = None if self.group_key is None else group_of(source, index, self.group_key)
+        weight = None if self.weight_key is None else weight_of(source, index, self.weight_key)
+        visit, copies = np.array([index]), np.array([copy])
+        (owner,) = self._owners(visit).tolist()
+        caption = image = None
+        if texts is None:
+            caption = source.caption(owner, float(caption_draws(self.seed, epoch, visit, copies)[0]))
+        else:
+            texts.rows(owner)
+        if images is None:
+            seed = sample_seed(self.seed, epoch, index, copy)
+            image = view_of_sample(source, index, self.transform, seed=seed)
+        else:
+            images.rows(index)
+        lists = contents.images, contents.captions, contents.groups, contents.weights
+        for values, value in zip(lists, (image, caption, group, weight), strict=True):
+            if value is not None:
+                values.append(value)
 
 
-@dataclass
-class _Samples:
-    """What was read so far of a batch."""
+@dataclass(frozen=True)
+class _Contents:
+    """What was read of the samples of a batch from the source, and which of them were replaced."""
 
-    images: list[Tensor] | SlotWriter
+    images: Any  # a list, or a SlotWriter
     captions: list[Any] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    groups: list[int | None] = field(default_factory=list)
-    weights: list[float | None] = field(default_factory=list)
+    groups: list[Any] = field(default_factory=list)
+    weights: list[Any] = field(default_factory=list)
     broken: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
-    def stacked_images(self) -> Tensor:
+    def joined_images(self) -> Tensor:
         if isinstance(self.images, SlotWriter):
             return torch.tensor(self.images.layout, dtype=torch.int64)
         return torch.stack(self.images) if self.images else torch.empty(0, dtype=torch.uint8)
@@ -321,7 +344,7 @@ class _EvaluationBatches(Dataset):
 
     def _image(self, index: int) -> Tensor:
         if self.features is not None:
-            return torch.from_numpy(self.features.view(index, 0).astype(np.float32))  # autocast stacks no float16
+            return torch.from_numpy(self.features.rows(index)[0].astype(np.float32))  # autocast stacks no float16
         content = self.source.image_bytes(index)
         with naming(self.source, index):
             return self.transform(content, None)
@@ -338,49 +361,6 @@ def evaluation_batches(
 ) -> Iterator[EvaluationBatch]:
     """The samples in order, preprocessed as for inference, or with the features of their images."""
     data = _EvaluationBatches(source, ids, transform, features, batch)
-    yield from in_order(data, workers=workers)
-
-
-@dataclass(frozen=True)
-class ViewBatch:
-    """Samples with several views each, one sample after the other, and those that could not be read."""
-
-    ids: list[int]
-    images: Tensor  # (views * b, 3, H, W) uint8
-    broken: dict[int, BrokenSample]
-
-
-@dataclass(frozen=True)
-class _ViewBatches(Dataset):
-    source: Source
-    ids: np.ndarray
-    transform: Transform
-    views: int
-    seed: int
-    batch: int
-
-    def __len__(self) -> int:
-        return -(-len(self.ids) // self.batch)
-
-    def __getitem__(self, number: int) -> ViewBatch | UserError:
-        ids, images, broken = [], [], {}
-        for index in self.ids[number * self.batch : (number + 1) * self.batch].tolist():
-            seeds = [sample_seed(self.seed, view, index) for view in range(self.views)]
-            try:
-                images += [view_of_sample(self.source, index, self.transform, seed=seed) for seed in seeds]
-                ids.append(index)
-            except BrokenSample as error:
-                broken[index] = error
-            except UserError as error:
-                return error
-        return ViewBatch(ids, torch.stack(images) if images else torch.empty(0), broken)
-
-
-def view_batches(
-    source: Source, ids: np.ndarray, transform: Transform, *, views: int, seed: int, batch: int, workers: int
-) -> Iterator[ViewBatch]:
-    """Each sample's augmented images of the first `views` epochs of a run with this seed."""
-    data = _ViewBatches(source, ids, transform, views, seed, batch)
     yield from in_order(data, workers=workers)
 
 
