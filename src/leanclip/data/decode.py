@@ -55,7 +55,7 @@ class FeatureRows(Protocol):
 
     def view(self, index: int, number: int) -> np.ndarray: ...
 
-    def draw(self, index: int, rng: random.Random) -> np.ndarray: ...
+    def draw(self, index: int, rng: random.Random) -> tuple[np.ndarray, int]: ...
 
     def rows(self, index: int) -> np.ndarray: ...
 
@@ -215,19 +215,23 @@ def training_sample(
     visit: int = 0,
     features: Features = NO_FEATURES,
     captions_of: int | None = None,
-) -> tuple[Tensor, Any]:
-    """The augmented image and one caption: a pure function of the index and the seed.
+) -> tuple[Tensor, Any, int]:
+    """The augmented image, one caption and the number of this caption: a pure function of the index and the seed.
 
     The features of a locked tower take the place of either: those of the visit's view, and of the same caption.
     """
     rng, (images, texts) = random.Random(seed), features
     owner = index if captions_of is None else captions_of
-    caption = source.caption(owner, rng) if texts is None else torch.from_numpy(texts.draw(owner, rng).copy())
+    if texts is None:
+        caption, number = source.caption(owner, rng)
+    else:
+        row, number = texts.draw(owner, rng)
+        caption = torch.from_numpy(row.copy())
     if images is not None:
-        return torch.from_numpy(images.view(index, visit).copy()), caption
+        return torch.from_numpy(images.view(index, visit).copy()), caption, number
     content = source.image_bytes(index)
     with naming(source, index):
-        return transform(content, rng), caption
+        return transform(content, rng), caption, number
 
 
 def view_of_sample(source: Source, index: int, transform: Transform, *, seed: int) -> Tensor:

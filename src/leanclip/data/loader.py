@@ -45,7 +45,7 @@ class TrainingLoader:
     global batch that this process reads, by default all of it. `end_of_text` maps tokens to caption lengths, for
     models that skip the padding. `features` of locked towers are read in the place of images or captions.
     `group_key` and `weight_key` name fields of the samples' metadata. `captions_of` is the sample whose captions each
-    one gets, by default its own.
+    one gets, by default its own. With `number_captions` a batch says which of its sample's captions each one is.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class TrainingLoader:
         group_key: str | None = None,
         weight_key: str | None = None,
         captions_of: np.ndarray | None = None,
+        number_captions: bool = False,
     ) -> None:
         visits = WeightedVisits(source.parts) if visits is None else visits
         if len(visits) < batch:
@@ -79,7 +80,7 @@ class TrainingLoader:
         share = slice(0, batch) if share is None else share
         batches = _TrainingBatches(
             source, self.order, share, transform, tokenizer, seed, end_of_text, features, group_key,
-            weight_key, captions_of,
+            weight_key, captions_of, number_captions,
         )  # fmt: skip
         self._loader = _data_loader(
             batches, sampler=self._steps, workers=workers, pin_memory=pin_memory, persistent_workers=workers > 0
@@ -145,6 +146,7 @@ class _TrainingBatches(Dataset):
     group_key: str | None
     weight_key: str | None
     captions_of: np.ndarray | None
+    number_captions: bool
 
     def __getitem__(self, key: tuple[int, int]) -> Batch | UserError:
         try:
@@ -154,7 +156,7 @@ class _TrainingBatches(Dataset):
 
     def _batch(self, epoch: int, step: int) -> Batch:
         ids, copies = self.order.batch_ids(epoch, step)
-        images, captions, sample_ids, groups, weights = [], [], [], [], []
+        images, captions, sample_ids, groups, weights, numbers = [], [], [], [], [], []
         broken: Counter[str] = Counter()
         examples: list[str] = []
         if None in self.features:  # what the tables do not hold is read from the source
@@ -167,7 +169,7 @@ class _TrainingBatches(Dataset):
                 try:
                     group = None if self.group_key is None else group_of(self.source, index, self.group_key)
                     weight = None if self.weight_key is None else weight_of(self.source, index, self.weight_key)
-                    image, caption = training_sample(
+                    image, caption, number = training_sample(
                         self.source, index, self.transform, seed=seed, visit=epoch + copy, features=self.features,
                         captions_of=index if self.captions_of is None else int(self.captions_of[index]),
                     )  # fmt: skip
@@ -181,6 +183,7 @@ class _TrainingBatches(Dataset):
                 sample_ids.append(index)
                 groups.append(group)
                 weights.append(weight)
+                numbers.append(number)
                 break
             else:
                 raise UserError(
@@ -197,6 +200,7 @@ class _TrainingBatches(Dataset):
             sample_ids=torch.tensor(sample_ids, dtype=torch.int64),
             groups=None if self.group_key is None else torch.tensor(groups, dtype=torch.int64),
             weights=None if self.weight_key is None else torch.tensor(weights, dtype=torch.float32),
+            caption_numbers=torch.tensor(numbers, dtype=torch.int64) if self.number_captions else None,
             lengths=None
             if not captions or self.end_of_text is None or self.features.texts
             else self.end_of_text(tokens),

@@ -1,5 +1,6 @@
 """The interface between a data set and the loader, broken samples, and what sources of the user's own files share."""
 
+import contextlib
 import math
 import random
 from collections import Counter
@@ -20,6 +21,7 @@ Manifest = list[dict[str, str | int]]  # the files that fix the sample ids of a 
 MANIFEST_VERSION = 2
 MIN_COUNTED_SAMPLES = 1000  # the broken share is taken of at least this many, so that one early sample stops nothing
 MAX_FIELDS, MAX_FIELD_CHARACTERS = 64, 1000  # of metadata that packed data keep
+LOOKED_AT = 20  # samples, to see whether data have several captions per image
 MAX_EXAMPLES = 3  # messages kept for each count of broken samples
 
 
@@ -108,10 +110,11 @@ class Source(Protocol):
         """All captions, and how often each is drawn; None for equally often."""
         return self.captions(index), None
 
-    def caption(self, index: int, rng: random.Random) -> str:
-        """The caption to train on in this visit."""
+    def caption(self, index: int, rng: random.Random) -> tuple[str, int]:
+        """The caption to train on in this visit, and its number among the captions of the sample."""
         captions, weights = self.weighted_captions(index)
-        return captions[pick(len(captions), weights, rng)]
+        number = pick(len(captions), weights, rng)
+        return captions[number], number
 
     def field(self, index: int, key: str) -> object:
         """A value of the sample's metadata; None if it has none of this name."""
@@ -148,6 +151,15 @@ def pick(count: int, weights: Sequence[float] | None, rng: random.Random) -> int
         if draw < 0:
             return number
     return count - 1
+
+
+def most_captions(source: Source) -> int:
+    """Of the first samples that can be read."""
+    counts = [1]
+    for index in range(min(LOOKED_AT, len(source))):
+        with contextlib.suppress(BrokenSample):
+            counts.append(len(source.captions(index)))
+    return max(counts)
 
 
 class Packable(Source):

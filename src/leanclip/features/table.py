@@ -84,11 +84,12 @@ class FeatureTable:
         rows = self.rows(index)
         return rows[number % len(rows)]
 
-    def draw(self, index: int, rng: random.Random) -> np.ndarray:
-        """A row of a sample, drawn as one of its captions is."""
+    def draw(self, index: int, rng: random.Random) -> tuple[np.ndarray, int]:
+        """A row of a sample, drawn as one of its captions is, and its number."""
         rows, start = self.rows(index), int(self.first[index])
         weights = None if self.weights is None else self.weights[start : start + len(rows)].tolist()
-        return rows[pick(len(rows), weights, rng)]
+        number = pick(len(rows), weights, rng)
+        return rows[number], number
 
     def rows(self, index: int) -> np.ndarray:
         """All rows of a sample."""

@@ -16,6 +16,7 @@ from leanclip.checkpointing.resume import SavedRun
 from leanclip.checkpointing.state import RunState
 from leanclip.data import Batch, Datasets, EvaluationTransform, TrainingLoader, training_transform
 from leanclip.data.decode import NO_FEATURES, Features, TrainingTransform
+from leanclip.data.source import most_captions
 from leanclip.data.synthetic import exchanged_captions
 from leanclip.device import autocast_of
 from leanclip.distributed import gloo_group, wrap_ddp, wrap_fsdp
@@ -119,6 +120,12 @@ def build(run: ResolvedRun) -> BuiltRun:
             f"--pair-weights {config.data.pair_weights}: a pair is weighed after {MIN_VISITS} visits, which a run of"
             f" {config.run.epochs} epoch(s) does not exceed: all weights stay 1, only the scores are kept"
         )
+    if config.data.pair_weights_mode != "off" and config.data.captions_per_sample == 1:
+        captions = most_captions(run.data.train.source)
+        notes += [
+            f"--pair-weights {config.data.pair_weights}: the captions of a sample are judged together;"
+            f" --captions-per-sample {captions} judges each by itself"
+        ] * (captions > 1)
     loss = _make_loss(config, run.saved_samples)
     dtype = torch.float64 if config.run.precision == "fp64" else None
     return BuiltRun(
@@ -218,6 +225,7 @@ def _make_loss(config: TrainConfig, samples: int) -> ContrastiveLoss:
         num_samples=samples,
         implementation=config.run.implementation,
         pair_weights=config.data.pair_weights_mode,
+        captions_per_sample=config.data.scored_captions,
     )
 
 
@@ -321,6 +329,7 @@ def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
         group_key=config.data.group_key,
         weight_key=config.data.pair_weights_field,
         captions_of=_captions_of(run.data, config),
+        number_captions=config.data.scored_captions > 1,
     )
 
 
