@@ -96,7 +96,7 @@ def test_the_table_of_a_run_is_read_without_an_image(run, monkeypatch):
     found = find_suspects(Search(run=run / "logs/run", output=run / "table.csv", shown=0, rows=12))
     assert found.from_table and found.page is None and found.scored == found.samples == 40
     rows = rows_of(run / "table.csv")
-    assert list(rows[0]) == ["rank", "id", "key", "shard", "caption", "score", "probability"]
+    assert list(rows[0]) == ["rank", "id", "key", "shard", "caption", "score", "probability", "numbers"]
     assert [int(row["rank"]) for row in rows] == list(range(1, 13))
     scores = [float(row["score"]) for row in rows]
     assert scores == sorted(scores, reverse=True)
@@ -206,6 +206,38 @@ def test_exchanged_captions_are_those_that_the_run_saw(tmp_path):
     rows = rows_of(tmp_path / "t.csv")
     other = [row["caption"] != " | ".join(source.captions(int(row["id"]))) for row in rows]
     assert found.rows == len(rows) == 40 and 0.3 < np.mean(other) < 0.7
+
+
+def test_scores_by_caption_are_judged_each():
+    score, scored, null, is_wrong = tables(20_000, 0.05)
+    scored[7], scored[8] = 1, 0
+    scores = judge(score.view(4000, 5), scored.view(4000, 5), null)
+    whole = judge(score, scored, null)
+    assert scores.captions == 5 and abs(scores.share - 0.05) < 0.02 and scores.share == whole.share
+    assert whole.scored.tolist()[6:9] == [True, True, False] and scores.scored.tolist()[6:9] == [True, False, False]
+    found = is_wrong.numpy()[worst_first(scores, least=10)]
+    assert found.mean() > 0.9 and abs(len(found) - is_wrong.sum()) < 0.1 * is_wrong.sum()
+
+
+@pytest.mark.parametrize("captions", [2, 3])
+def test_a_pass_of_the_model_scores_each_caption(captions, tmp_path, capsys):
+    """With two scores the captions 0 and 2 share one."""
+    files = {f"{n:05d}.jpg": picture(n) for n in range(20)}
+    texts = {n: [f"caption {i} of {n}" for i in range(1 + n % 3)] for n in range(20)}
+    files |= {f"{n:05d}.json": json.dumps({"captions": texts[n]}).encode() for n in range(20)}
+    settings = {"train_data": write_shard(tmp_path / "0.tar", files), "captions_per_sample": captions, "max_steps": 1}
+    assert train(tmp_path, **settings) == 0
+    expected = {(n, i) for n in range(20) for i in range(min(captions, 1 + n % 3))}
+    assert leanclip("data", "suspects", tmp_path / "logs/run", "--device", "cpu", "--shown", 5) in (0, None)
+    assert f"{len(expected)} captions of 20 samples were scored by its model" in capsys.readouterr().out
+    rows = rows_of(tmp_path / "logs/run/suspects.csv")
+    assert {(int(row["id"]), int(row["numbers"].split()[0])) for row in rows} == expected and len(rows) == len(
+        expected
+    )
+    for row in rows:
+        numbers = map(int, row["numbers"].split())
+        assert row["caption"] == " | ".join(texts[int(row["id"])][number] for number in numbers)
+    assert sum(" | " in row["caption"] for row in rows) == (6 if captions == 2 else 0)
 
 
 def test_mistakes_are_refused(run, tmp_path, monkeypatch):

@@ -89,6 +89,7 @@ class Source(Protocol):
     version: int = MANIFEST_VERSION  # of the manifest
     held_out: int | None = None  # a checksum of the ids that --val-split holds out, for the manifest
     excluded: int | None = None  # of those that --exclude leaves out
+    left_out: Mapping[int, frozenset[int]] = MappingProxyType({})  # captions that --exclude leaves out, by sample
 
     def __len__(self) -> int: ...
 
@@ -113,6 +114,10 @@ class Source(Protocol):
     def caption(self, index: int, rng: random.Random) -> tuple[str, int]:
         """The caption to train on in this visit, and its number among the captions of the sample."""
         captions, weights = self.weighted_captions(index)
+        if index in self.left_out:
+            weights = [
+                0.0 if n in self.left_out[index] else w for n, w in enumerate(weights or [1.0] * len(captions))
+            ]
         number = pick(len(captions), weights, rng)
         return captions[number], number
 

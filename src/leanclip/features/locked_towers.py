@@ -53,6 +53,8 @@ class LockedTowers:
             tables = self._table("image") if images else None, self._table("text") if texts else None
         image_size, text_size = (None if table is None else table.dim for table in tables)
         self.model.feature_sizes = image_size, text_size
+        if tables[1] is not None:
+            tables[1].leave_out(self.source.left_out)
         return Features(*tables)
 
     def expected(self, *, images: bool, texts: bool) -> str:

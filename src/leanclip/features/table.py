@@ -10,7 +10,7 @@ table.json                        what the features were computed from
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,16 @@ class FeatureTable:
         return cls(directory, writable=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FeatureTable, (self.directory,)  # a worker maps the files itself
+        changed = self.weights is not None and not isinstance(self.weights, np.memmap)
+        # A worker maps the files itself.
+        return FeatureTable, (self.directory,), {"weights": self.weights} if changed else {}
+
+    def leave_out(self, captions: Mapping[int, Iterable[int]]) -> None:
+        """Never draw these rows, by sample and number."""
+        rows = [int(self.first[index]) + number for index, numbers in captions.items() for number in numbers]
+        if rows:
+            self.weights = np.ones(len(self.features), np.float32) if self.weights is None else np.array(self.weights)
+            self.weights[rows] = 0
 
     @property
     def dim(self) -> int:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,7 +16,6 @@ from leanclip.checkpointing.state import RunState
 from leanclip.data import Batch, Datasets, EvaluationTransform, TrainingLoader, training_transform
 from leanclip.data.decode import NO_FEATURES, Features, TrainingTransform
 from leanclip.data.source import most_captions
-from leanclip.data.synthetic import exchanged_captions
 from leanclip.device import autocast_of
 from leanclip.distributed import gloo_group, wrap_ddp, wrap_fsdp
 from leanclip.errors import UserError
@@ -328,20 +326,9 @@ def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
         features=features,
         group_key=config.data.group_key,
         weight_key=config.data.pair_weights_field,
-        captions_of=_captions_of(run.data, config),
+        captions_of=run.data.train.captions_of,
         number_captions=config.data.scored_captions > 1,
     )
-
-
-def _captions_of(data: Datasets, config: TrainConfig) -> np.ndarray | None:
-    """With --exchange-captions; captions of held-out samples stay where they are."""
-    source, val, share = data.train.source, data.val, config.data.exchange_captions
-    if not share:
-        return None
-    ids = np.arange(len(source))
-    if val is not None and val.source is source:
-        ids = np.setdiff1d(ids, val.ids)
-    return exchanged_captions(ids, len(source), share, seed=config.run.seed)
 
 
 def _set_threads(context: StepContext, built: BuiltRun) -> Threads:
