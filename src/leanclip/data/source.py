@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -111,14 +110,14 @@ class Source(Protocol):
         """All captions, and how often each is drawn; None for equally often."""
         return self.captions(index), None
 
-    def caption(self, index: int, rng: random.Random) -> tuple[str, int]:
-        """The caption to train on in this visit, and its number among the captions of the sample."""
+    def caption(self, index: int, draw: float) -> tuple[str, int]:
+        """The caption of a visit, by a draw from [0, 1), and its number among the captions of the sample."""
         captions, weights = self.weighted_captions(index)
         if index in self.left_out:
             weights = [
                 0.0 if n in self.left_out[index] else w for n, w in enumerate(weights or [1.0] * len(captions))
             ]
-        number = pick(len(captions), weights, rng)
+        number = pick(len(captions), weights, draw)
         return captions[number], number
 
     def field(self, index: int, key: str) -> object:
@@ -146,14 +145,14 @@ class Source(Protocol):
         return {name: value for name, value in values.items() if value is not None}
 
 
-def pick(count: int, weights: Sequence[float] | None, rng: random.Random) -> int:
-    """A number below `count`, drawn by weight. Only `random()` is used, which is the same in every Python version."""
-    draw = rng.random() * (count if weights is None else sum(weights))
+def pick(count: int, weights: Sequence[float] | None, draw: float) -> int:
+    """A number below `count` by weight, as the draw in [0, 1) says."""
     if weights is None:
-        return int(draw)
+        return int(draw * count)
+    rest = draw * sum(weights)
     for number, weight in enumerate(weights):
-        draw -= weight
-        if draw < 0:
+        rest -= weight
+        if rest < 0:
             return number
     return count - 1
 
