@@ -203,7 +203,8 @@ def test_a_caption_of_a_table_is_drawn_as_one_of_the_source(tmp_path, weighted):
     for index, draw, row in zip(ids.ravel(), draws.ravel(), table.drawn(ids, draws).ravel(), strict=True):
         own = None if weights is None else weights[first[index] : first[index + 1]].tolist()
         assert row == first[index] + pick(int(counts[index]), own, float(draw))
-    others = [caption_draws(*key, ids, np.full_like(ids, copy)) for *key, copy in ((7, 3, 0), (8, 2, 0), (7, 2, 1))]
+    visits = ((7, 3, 0), (8, 2, 0), (7, 2, 1))
+    others = [caption_draws(seed, epoch, ids, np.full_like(ids, copy)) for seed, epoch, copy in visits]
     assert all(abs(np.corrcoef(draws.ravel(), other.ravel())[0, 1]) < 0.2 for other in others)
 
 
