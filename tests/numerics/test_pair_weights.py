@@ -184,6 +184,22 @@ def test_a_caption_with_few_visits_is_judged_by_all_captions_of_its_sample():
     assert columns is not None and columns.tolist() == [0, 1, 2]
 
 
+def test_tables_of_captions_grow_and_are_refused_where_they_do_not_fit():
+    image, text, _ = pairs(0.2)
+    loss, other, single = (create("infonce", captions=captions) for captions in (3, 3, 1))
+    run(loss, image, text, range(1))
+    before = loss.state_dict()["state.score"].clone()
+    loss.resize(SAMPLES + 5)
+    assert loss.state is not None and loss.state.table("score").shape == (SAMPLES + 5, 3)
+    assert torch.equal(loss.state.table("score")[:SAMPLES], before) and before.any()
+    assert not loss.state.table("score")[SAMPLES:].any()
+    other.resize(SAMPLES + 5)
+    other.load_state_dict(loss.state_dict())
+    single.resize(SAMPLES + 5)
+    with pytest.raises(RuntimeError, match="score"):
+        single.load_state_dict(loss.state_dict())
+
+
 def test_a_null_score_takes_no_other_caption_of_the_same_image():
     image, text, _ = pairs(0.0, 8)
     images = torch.arange(8) // 2

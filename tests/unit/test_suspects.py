@@ -9,13 +9,14 @@ import sys
 import numpy as np
 import pytest
 import torch
-from checkpoint_runs import VALUES, leanclip, train
+from checkpoint_runs import SMALL, VALUES, leanclip, train
 from shard_files import picture, sound, write_shard
 
 from browser import inspect_page, needs_browser
 from leanclip.checkpointing.storage import StoredTensors, write_tensors
 from leanclip.data import DataConfig, open_validation
 from leanclip.data.shards import Shards
+from leanclip.data.synthetic import WORDS
 from leanclip.suspects import scores as scores_module
 from leanclip.suspects.find import Search, find_suspects
 from leanclip.suspects.scores import Scores, judge
@@ -238,6 +239,32 @@ def test_a_pass_of_the_model_scores_each_caption(captions, tmp_path, capsys):
         numbers = map(int, row["numbers"].split())
         assert row["caption"] == " | ".join(texts[int(row["id"])][number] for number in numbers)
     assert sum(" | " in row["caption"] for row in rows) == (6 if captions == 2 else 0)
+
+
+def test_one_wrong_caption_of_five_is_found_by_a_run_from_scratch(tmp_path):
+    """Twelve of 60 images exchange one caption each, which is 4% of the captions."""
+    words = [f"{WORDS[n % 56]} {WORDS[(7 * n + 3 + n // 56) % 56]}" for n in range(60)]
+    captions = [[f"{style} {name}" for style in ("a photo of", "my", "the one", "some", "this is")] for name in words]
+    wrong = list(range(0, 60, 5))
+    for index, caption in zip(wrong, [captions[index][2] for index in wrong[1:] + wrong[:1]], strict=True):
+        captions[index][2] = caption
+    files = {f"{n:05d}.jpg": picture(n) for n in range(60)}
+    files |= {f"{n:05d}.json": json.dumps({"captions": captions[n]}).encode() for n in range(60)}
+    (tmp_path / "small.json").write_text(json.dumps(SMALL))
+    settings = {"train_data": write_shard(tmp_path / "0.tar", files), "model": tmp_path / "small.json", "tau": 0.1}
+    settings |= {"loss": "dcl", "lr": 0.003, "warmup": 5, "epochs": 60, "max_steps": 120, "global_batch_size": 30}
+    settings |= {"pair_weights": "auto", "captions_per_sample": 5, "save_every": 0, "log_every": 50}
+    assert train(tmp_path, **settings) == 0
+    find_suspects(Search(run=tmp_path / "logs/run", output=tmp_path / "t.csv", shown=0))
+    found = [(int(row["id"]), int(row["numbers"])) in {(n, 2) for n in wrong} for row in rows_of(tmp_path / "t.csv")]
+    assert sum(found[:12]) >= 9 and auroc(found) > 0.95
+
+
+def auroc(worst_first: list[bool]) -> float:
+    """Of a list of wrong and right captions."""
+    ranks = np.flatnonzero(worst_first)
+    rights_before = ranks - np.arange(len(ranks))
+    return 1 - rights_before.mean() / (len(worst_first) - len(ranks))
 
 
 def test_mistakes_are_refused(run, tmp_path, monkeypatch):
