@@ -197,13 +197,9 @@ class _TrainingBatches(Dataset):
         return [self._batch(*step) for step in rows]
 
     def _batch(
-        self,
-        read: "_Contents",
-        sample_ids: Tensor,
-        images: Tensor | None,
-        tokens: Tensor | None,
+        self, read: "_Contents", sample_ids: Tensor, images: Tensor | None, tokens: Tensor | None,
         numbers: Tensor | None,
-    ) -> Batch:
+    ) -> Batch:  # fmt: skip
         lengths = None
         if images is None:
             images = torch.stack(read.images) if read.images else torch.empty(0, dtype=torch.uint8)
