@@ -47,7 +47,7 @@ def source(tmp_path_factory):
 def batches(source, *, resize_on, workers=0, batch=75, start=0, epochs=(0, 1), **options):
     loader = TrainingLoader(
         source, batch=batch, transform=TrainingTransform(size=SIZE, scale=(0.5, 1.0), **options), tokenizer=tokenizer,
-        seed=3, workers=workers, pin_memory=False, resize_on=resize_on,
+        seed=3, workers=workers, pin_memory=False, resize_on=resize_on, number_captions=True,
     )  # fmt: skip
     assert loader.resizes_on_gpu == (resize_on is not None)
     return [batch for epoch in epochs for batch in loader.epoch(epoch, start=start)]
@@ -56,7 +56,7 @@ def batches(source, *, resize_on, workers=0, batch=75, start=0, epochs=(0, 1), *
 def assert_equal(ones, others):
     assert len(ones) == len(others) > 0
     for one, other in zip(ones, others, strict=True):
-        for name in ("images", "tokens", "sample_ids"):
+        for name in ("images", "tokens", "sample_ids", "caption_numbers"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
         assert (one.broken, one.examples) == (other.broken, other.examples)
 

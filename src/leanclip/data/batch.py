@@ -24,6 +24,7 @@ class Batch:
     sample_ids: Tensor  # (B,) stable integers in [0, n)
     groups: Tensor | None = None  # (B,) integers: samples of one group are not each other's negatives
     weights: Tensor | None = None  # (B,) of the pairs in the loss
+    caption_numbers: Tensor | None = None  # (B,) which of its sample's captions each is, where the loss asks for it
     lengths: Tensor | None = None  # (B,) tokens of each caption with its end token; on the host
     broken: Mapping[str, int] = field(default_factory=dict)  # samples that were replaced, by kind
     examples: tuple[str, ...] = ()  # messages of some of them
@@ -47,7 +48,7 @@ class Batch:
 
     def pin_memory(self) -> "Batch":
         """Called by torch's DataLoader, so that copies to the device are asynchronous."""
-        names = ("images", "tokens", "sample_ids", "groups", "weights")
+        names = ("images", "tokens", "sample_ids", "groups", "weights", "caption_numbers")
         tensors = {name: getattr(self, name) for name in names}
         on_host = {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.is_cpu}
         return replace(self, **{name: tensor.pin_memory() for name, tensor in on_host.items()})
@@ -75,18 +76,11 @@ class Batch:
     @staticmethod
     def join(parts: "Sequence[Batch]", images: Tensor) -> "Batch":
         """Parts of a batch, and the images of all of them."""
-
-        def joined(name: str) -> Any:
-            tensors = [getattr(part, name) for part in parts]
-            return None if tensors[0] is None else torch.cat(tensors)
-
+        names = [name for name, value in vars(parts[0]).items() if isinstance(value, Tensor) and name != "images"]
+        tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         return Batch(
             images=images,
-            tokens=joined("tokens"),
-            sample_ids=joined("sample_ids"),
-            groups=joined("groups"),
-            weights=joined("weights"),
-            lengths=joined("lengths"),
+            **tensors,
             broken=sum((Counter(part.broken) for part in parts), Counter()),
             examples=tuple(example for part in parts for example in part.examples)[:MAX_EXAMPLES],
         )

@@ -74,6 +74,8 @@ class FeatureRows(Protocol):
 
     def drawn(self, ids: np.ndarray, draws: np.ndarray) -> np.ndarray: ...
 
+    def starts(self, ids: np.ndarray) -> np.ndarray: ...
+
     def take(self, numbers: np.ndarray) -> Tensor: ...
 
     def gather(self, taken: Tensor) -> Tensor: ...
@@ -310,21 +312,22 @@ def _decoded_fast(image: Image.Image) -> Tensor | None:
     file = image.fp if isinstance(image, ImageFile.ImageFile) else None
     if image.mode != "RGB" or get_worker_info() is None or not isinstance(file, io.BytesIO):
         return None
-    null, stderr = _null_and_stderr()
-    os.dup2(null, STDERR)
+    stderr = os.dup(STDERR)
+    os.dup2(_null(), STDERR)
     try:
         pixels = decode_jpeg(torch.frombuffer(file.getbuffer(), dtype=torch.uint8), ImageReadMode.RGB)
     except RuntimeError:
         return None
     finally:
         os.dup2(stderr, STDERR)
+        os.close(stderr)
     assert isinstance(pixels, Tensor)
     return pixels if pixels.shape == (3, image.height, image.width) else None
 
 
 @functools.cache
-def _null_and_stderr() -> tuple[int, int]:
-    return os.open(os.devnull, os.O_WRONLY), os.dup(STDERR)
+def _null() -> int:
+    return os.open(os.devnull, os.O_WRONLY)
 
 
 def _on_reduced_grid(box: Box, full_size: tuple[int, int], reduced: tuple[int, int]) -> Box:
