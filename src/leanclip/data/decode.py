@@ -57,7 +57,7 @@ class FeatureRows(Protocol):
 
     Views, or draws of captions, of many visits become row numbers; `take` gives what a batch holds of them: their
     features, or the numbers themselves where the table lies on the compute device, for `gather` to read them there.
-    `quick`: reading rows needs no worker processes.
+    `quick`: reading rows needs no worker processes. `at_once`: of how many samples they are best read together.
     """
 
     @property
@@ -65,6 +65,9 @@ class FeatureRows(Protocol):
 
     @property
     def quick(self) -> bool: ...
+
+    @property
+    def at_once(self) -> int: ...
 
     def rows(self, index: int) -> np.ndarray: ...
 

@@ -37,7 +37,6 @@ from leanclip.errors import UserError, first_line
 
 PREFETCH_BATCHES = 2  # per worker
 PARENT_POLL_SECONDS = 1.0
-CHUNK = 2048  # samples, in whole batches, whose features are read at once
 LARGEST_WEIGHT = 1e6  # of a pair; a sum over the largest batch stays exact enough
 
 
@@ -113,7 +112,7 @@ class TrainingLoader:
 
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from step `start` on."""
-        steps, chunk = range(start, self.steps_per_epoch), max(1, CHUNK // self.batch)
+        steps = range(start, self.steps_per_epoch)
         if not self.chunked:
             self._steps[:] = [(epoch, step) for step in steps]
             if self._parts is None:
@@ -123,6 +122,8 @@ class TrainingLoader:
             for batch in self._parts.joined(_raise_errors(self._loader)):
                 yield batch.pin_memory() if self.pin_memory else batch
             return
+        at_once = min(table.at_once for table in self._batches.features if table is not None)
+        chunk = max(1, at_once // self.batch)
         for first in range(0, len(steps), chunk):  # worker processes would take longer
             yield from self._batches.batches(epoch, steps[first : first + chunk], pin_memory=self.pin_memory)
 
