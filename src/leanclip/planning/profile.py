@@ -6,7 +6,7 @@ On a GPU the marks are CUDA events, read at the end, so that the profile adds no
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from leanclip.data import Batch
+from leanclip.evaluation.embed import EvaluationSettings, embed
 from leanclip.planning.gpu_measurement import matrix_rate
 from leanclip.training.setup import Job
 from leanclip.training.step import training_step
@@ -102,13 +103,24 @@ class _Marks:
         return total
 
 
-def profile(job: Job, *, steps: int = STEPS) -> Profile:
-    """Run real steps of a job. What they train is discarded with it."""
+def profile(job: Job, *, steps: int = STEPS, done: Callable[[str], None] = lambda part: None) -> Profile:
+    """Run real steps of a job. What they train is discarded with it. `done` is called after each part of the first
+    step."""
     loss, ranks = job.context.loss, job.context.ranks
+    if job.data.val is not None:
+        settings = EvaluationSettings(
+            device=job.device, autocast=job.context.autocast, workers=job.config.data.workers
+        )
+        embed(job.model, job.data.val, settings, features=job.val_features)
+        done("first evaluation")
     job.model.train()
     loss.train()
     batches = _batches(job)
     first = next(batches)
+    done("first batch")
+    loss.set_epoch(0, 1)
+    training_step(job.context, first).loss.item()
+    done("first step")
     flops = 3 * _forward_flops(job, first)
     rate = matrix_rate(job.device, torch.bfloat16 if job.context.autocast._enabled else job.dtype)
     marks = _Marks(job.device)

@@ -1,6 +1,7 @@
 """From a configuration to a run that is ready to start, in four steps: resolve, build, distribute, restore."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -86,13 +87,20 @@ class Job:
         return torch.float64 if self.config.run.precision == "fp64" else torch.float32
 
 
-def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
+def set_up(config: TrainConfig, *, kernels: bool = True, done: Callable[[str], None] = lambda part: None) -> Job:
     """Everything a run needs. Deterministic in the seed. `kernels`: compile a GPU's before the first step.
 
-    A dry run does without: it computes no features of locked towers either.
+    A dry run does without: it computes no features of locked towers either. `done` is called after each part.
     """
     run = resolve(config)
-    return restore(distribute(build(run), kernels=kernels), run)
+    done("index of the data")
+    built = build(run)
+    done("model and loss")
+    job = distribute(built, kernels=kernels)
+    done("kernels, optimizer, loader")
+    job = restore(job, run)
+    done("checkpoint")
+    return job
 
 
 @dataclass(frozen=True, kw_only=True)
