@@ -44,9 +44,7 @@ class Host:
 
     def power_off(self) -> None:
         """SIGKILL for every process of the host."""
-        for pid in run("ip", "netns", "pids", self.namespace).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+        _kill_processes(self.namespace)
 
 
 @contextlib.contextmanager
@@ -68,12 +66,8 @@ def connected_hosts(count: int) -> Iterator[list[Host]]:
             raise NoHostsError(f"may not make network namespaces: {error.stderr.strip()}") from error
         yield hosts
     finally:
-        for host in hosts:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                host.power_off()
         for namespace in (switch, *(host.namespace for host in hosts)):
-            with contextlib.suppress(subprocess.CalledProcessError):
-                run("ip", "netns", "delete", namespace)
+            _remove(namespace)
 
 
 def _connect(host: Host) -> None:
@@ -91,7 +85,19 @@ def _remove_abandoned() -> None:
         namespace = line.partition(" ")[0]
         owner = namespace.removeprefix(PREFIX).partition("-")[0]
         if namespace.startswith(PREFIX) and owner.isdecimal() and not Path("/proc", owner).exists():
-            run("ip", "netns", "delete", namespace)
+            _remove(namespace)
+
+
+def _remove(namespace: str) -> None:
+    with contextlib.suppress(subprocess.CalledProcessError):  # it was not made
+        _kill_processes(namespace)
+        run("ip", "netns", "delete", namespace)
+
+
+def _kill_processes(namespace: str) -> None:
+    for pid in run("ip", "netns", "pids", namespace).split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def run(*command: str) -> str:

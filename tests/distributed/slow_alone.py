@@ -7,7 +7,7 @@ from leanclip.cli import main
 from leanclip.distributed import Ranks
 from leanclip.training import loop
 
-PAUSE = 0.5  # seconds
+PAUSE = 1.0  # seconds
 
 
 def install():
