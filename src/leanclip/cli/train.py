@@ -78,7 +78,8 @@ def show_preview(config: TrainConfig) -> None:
 def show_profile(config: TrainConfig) -> None:
     job = set_up(config)
     profiled = profile(job)
-    console_of(job).print(profiled.table(), *profile_summary(profiled, job), sep="\n")
+    tables = [profiled.table(), *([profiled.communication_table()] if profiled.collectives else [])]
+    console_of(job).print(*tables, *profile_summary(profiled, job), sep="\n")
 
 
 def parse_command(arguments: list[str]) -> TrainCommand:
