@@ -20,7 +20,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("batch", [127, 1000])
-def test_every_implementation_agrees_with_float64(batch):
+@pytest.mark.parametrize("dense_pairs", [0, 2**24])
+def test_every_implementation_agrees_with_float64(batch, dense_pairs, monkeypatch):
+    from leanclip.ops.triton import launch
+
+    monkeypatch.setattr(launch, "DENSE_PAIRS", dense_pairs)
     checks = list(check_implementations(list(leanclip.LOSSES), device=torch.device("cuda"), batch=batch, dim=96))
     assert {check.implementation for check in checks} == {"tiled", "triton"}
     assert [check for check in checks if not check.passed] == []

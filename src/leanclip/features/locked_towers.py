@@ -20,7 +20,7 @@ from leanclip.data.decode import Features, Transform
 from leanclip.data.loader import view_batches
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
-from leanclip.features.table import FeatureTable
+from leanclip.features.table import FeatureTable, copy_to_gpu
 from leanclip.filesystem import cache_directory
 from leanclip.models import TwoTower
 from leanclip.models.towers.projection import Projection
@@ -46,6 +46,7 @@ class LockedTowers:
     ranks: Ranks
     notify: Callable[[str], object]
     ids: np.ndarray | None = None  # of the samples; by default all
+    device: torch.device | None = None  # where training reads them; those of held-out data stay mapped
 
     def features(self, *, images: bool, texts: bool) -> Features:
         """The tables of the towers that are locked, read from the cache or computed."""
@@ -53,6 +54,8 @@ class LockedTowers:
             tables = self._table("image") if images else None, self._table("text") if texts else None
         image_size, text_size = (None if table is None else table.dim for table in tables)
         self.model.feature_sizes = image_size, text_size
+        if self.device is not None and self.device.type == "cuda":
+            copy_to_gpu(tables, self.device)
         return Features(*tables)
 
     def expected(self, *, images: bool, texts: bool) -> str:

@@ -73,7 +73,12 @@ class Job:
         return -(-self.steps // self.loader.steps_per_epoch)
 
     def pack(self, batch: Batch) -> Batch:
-        """A batch on the device with its captions packed for the text tower, by micro-batch."""
+        """A batch on the device with its features read there, or its captions packed for the text tower."""
+        sides = zip(self.features, (batch.images, batch.tokens), strict=True)
+        images, tokens = (side if table is None else table.gather(side) for table, side in sides)
+        batch = replace(batch, images=images, tokens=tokens)
+        if self.features.texts is not None:
+            return batch
         return batch.pack(self.model.texts, self.context.micro_batches)
 
     @property
@@ -158,7 +163,7 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     if ranks.rank > 0:
         torch.manual_seed(config.run.seed + 7919 * ranks.rank)  # so that dropout differs between ranks
     autocast = autocast_of(config.run.precision, device)
-    graph = uses_cuda_graph(config, model, ranks, device) and features == NO_FEATURES
+    graph = uses_cuda_graph(config, model, ranks, device)
     context = StepContext(
         towers=towers,
         loss=loss,
@@ -172,7 +177,7 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     )
     if warmup is not None and (problem := warmup.wait()) is not None:
         notes.append(f"warning: {problem}")
-    threads = _set_threads(context, built) if device.type == "cpu" else None
+    threads = _set_threads(context, built, loader.workers) if device.type == "cpu" else None
     micro_batches, peak_bytes = _micro_batches(context, model, config, device)
     context = replace(context, micro_batches=micro_batches)
     state = RunState(model=model, loss=loss, optimizer=context.optimizer, scale=context.scale, ema=ema, device=device)
@@ -291,6 +296,7 @@ def _locked_features(built: BuiltRun, notes: list[str], *, compute: bool) -> tup
         workers=config.data.workers,
         ranks=run.ranks,
         notify=notes.append,
+        device=run.device,
     )
     if not compute:
         notes.append(towers.expected(images=images, texts=texts))
@@ -299,7 +305,9 @@ def _locked_features(built: BuiltRun, notes: list[str], *, compute: bool) -> tup
     if val is None:
         return train, NO_FEATURES
     transform = EvaluationTransform(built.model.preprocess)
-    towers = replace(towers, source=val.source, ids=val.ids, data_name="held-out data", transform=transform, views=1)
+    towers = replace(
+        towers, source=val.source, ids=val.ids, data_name="held-out data", transform=transform, views=1, device=None
+    )
     return train, towers.features(images=images, texts=texts)
 
 
@@ -335,7 +343,7 @@ def _captions_of(data: Datasets, config: TrainConfig) -> np.ndarray | None:
     return exchanged_captions(ids, len(source), share, seed=config.run.seed)
 
 
-def _set_threads(context: StepContext, built: BuiltRun) -> Threads:
+def _set_threads(context: StepContext, built: BuiltRun, workers: int) -> Threads:
     """A resumed run keeps its own on the same number of processes: sums depend on it."""
     run, config, saved = built.run, built.config, built.run.saved
     same = saved is not None and saved.content.get("processes") == run.ranks.size
@@ -343,7 +351,7 @@ def _set_threads(context: StepContext, built: BuiltRun) -> Threads:
         context,
         built.model,
         share=run.ranks.largest_share(run.batch),
-        workers=config.data.workers,
+        workers=workers,
         flag=config.parallel.threads,
         saved=saved.content.get("threads") if saved is not None and same else None,
     )
