@@ -17,6 +17,7 @@ import loss_over_ranks
 import measurements
 import network_time
 import noise
+import overlap
 import time_to_recall_report
 from measurements import RESULTS, Table
 from training_runs import RunStore
@@ -28,6 +29,7 @@ FILES = {
     "loss_over_ranks.csv": loss_over_ranks,
     "communication.csv": communication,
     "network_time.csv": network_time,
+    "overlap.csv": overlap,
     "wall_clock.csv": time_to_recall_report,
     "noise.csv": noise,
 }

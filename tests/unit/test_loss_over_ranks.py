@@ -4,6 +4,7 @@ import communication
 import loss_over_ranks
 import measurements
 import network_time
+import overlap
 import pytest
 import torch
 from network_hosts import NoHostsError
@@ -73,6 +74,12 @@ def test_collectives_are_timed_on_hosts(capfd):
     except NoHostsError as error:
         pytest.skip(str(error))
     assert capfd.readouterr().out.count(" sent ") == 12
+
+
+@pytest.mark.slow
+def test_overlap_is_measured(capsys):
+    overlap.main(["--quick"])
+    assert "| leanclip-tiny | one machine | 2 | fastclip-v3 |" in capsys.readouterr().out
 
 
 def test_predicted_time_of_measured_collectives(tmp_path):
