@@ -49,8 +49,10 @@ class Case:
             torch.tensor(value, device=device, requires_grad=True) for value in (2.659, -10.0)
         )
 
+        self.parameters = [self.image, self.text, self.log_scale, self.bias]
+
     def clear(self) -> None:
-        for tensor in (self.image, self.text, self.log_scale, self.bias):
+        for tensor in self.parameters:
             tensor.grad = None
 
 
@@ -59,9 +61,9 @@ def ours(case: Case, implementation: str = "auto") -> Step:
     loss = leanclip.create_loss(case.loss, implementation=implementation, num_samples=samples).to(case.image.device)
     ids = torch.arange(case.batch, device=case.image.device)
     loss.set_epoch(0, 2)
+    case.parameters += loss.parameters()
 
     def step() -> None:
-        loss.zero_grad()
         loss(case.image, case.text, ids).loss.backward()
 
     return step

@@ -119,7 +119,7 @@ def run(trial: Trial, inputs: Inputs) -> list[dict[str, Any]]:
     keep = trial.phase != "between"
     trained = train(inputs, method, data, name, seed=trial.seed, discard_start=keep, **settings)
     seconds = time.perf_counter() - begin
-    steps = [record for record in trained.metrics if record["kind"] == "step"]
+    steps = [record for record in trained.metrics if record["kind"] == "train"]
     common = {
         "seconds": f"{seconds:.1f}", "training_seconds": f"{steps[-1]['seconds']:.1f}",
         "gpu_memory_gib": f"{max(float(record.get('gpu_memory_gib', 0)) for record in steps):.2f}", **provenance(),

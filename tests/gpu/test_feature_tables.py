@@ -1,4 +1,4 @@
-"""Features of locked towers on a GPU: tables in its memory and steps as CUDA graphs, against mapped and eager ones."""
+"""Features of locked towers on a GPU: tables in its memory and CUDA graphs, against mapped tables and eager steps."""
 
 import json
 

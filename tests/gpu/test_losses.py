@@ -61,7 +61,7 @@ def test_fifty_calls_never_wait(name, dtype, no_waiting):
 
 
 def test_a_training_step_waits_once(no_waiting):
-    """For the finite check, and nowhere else."""
+    """For the finite check, and nowhere else. Captions are packed from lengths on the host, as a run's are."""
     model = create_model(ModelConfig(model="leanclip-tiny")).cuda()
     loss = leanclip.create_loss("fastclip-v3", num_samples=1000).cuda()
     loss.set_epoch(0, 1)
@@ -75,15 +75,17 @@ def test_a_training_step_waits_once(no_waiting):
         autocast=torch.autocast("cuda", torch.bfloat16),
         grad_clip_norm=1.0,
     )
+    assert model.end_of_text is not None
+    tokens = model.tokenizer(["a cat"] * 64)
     host = Batch(
         images=torch.randn(64, 3, 32, 32).pin_memory(),
-        tokens=model.tokenizer(["a cat"] * 64).pin_memory(),
+        tokens=tokens.pin_memory(),
         sample_ids=torch.arange(64).pin_memory(),
+        lengths=model.end_of_text(tokens),
     )
 
     def step() -> None:
-        batch = host.to(torch.device("cuda"))
-        training_step(context, batch)
+        training_step(context, host.to(torch.device("cuda")).pack(model.texts))
 
     step()
     step()

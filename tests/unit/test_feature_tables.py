@@ -1,5 +1,6 @@
 """Features of locked towers, computed once: the same training as with towers that run in every step."""
 
+import gc
 import json
 import pickle
 import re
@@ -89,6 +90,22 @@ def test_a_second_run_reads_the_features_and_other_weights_get_their_own(tmp_pat
     assert train(tmp_path, **options, overwrite=True, pretrained=tmp_path / "logs/other") == 0
     assert "features of the text tower, training data: computed in" in capsys.readouterr().out
     assert len(list((tmp_path / "cache/features").iterdir())) == 2
+    write_shard(data, sound(48, start=1))
+    assert train(tmp_path, **options, overwrite=True) == 0
+    assert "features of the text tower, training data: computed in" in capsys.readouterr().out
+
+
+def test_runs_in_one_process_leave_nothing_behind(tmp_path):
+    """No table, of which one may lie on a GPU, and no state that changes the next run."""
+    options = {"train_data": shard(tmp_path), "global_batch_size": 16, "lock_image": True, "lock_text": True,
+               "cache_locked": 2, "max_steps": 5, "overwrite": True}  # fmt: skip
+    results = []
+    for seed in (0, 1, 0):
+        assert train(tmp_path, **options, seed=seed) == 0
+        results.append(losses(tmp_path))
+        gc.collect()
+        assert not [table for table in gc.get_objects() if isinstance(table, FeatureTable)]
+    assert results[0] == results[2] != results[1]
 
 
 def test_two_runs_that_begin_together_fill_one_table(tmp_path, monkeypatch):

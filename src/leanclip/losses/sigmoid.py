@@ -1,6 +1,5 @@
 """SigLIP: a binary classification of every pair of a batch, with a learnable temperature and bias."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from leanclip.losses.sample_state import Ids, SampleState
 from leanclip.losses.similarities import Similarities
 from leanclip.losses.temperature import GlobalTemperature
 
-# The value, the embeddings' gradients, the slopes of log(1/tau) and of the bias, and tau.
-_Result = tuple[Tensor, ops.Gradients, tuple[Tensor, Tensor], Callable[[], Tensor]]
+# The value, the embeddings' gradients, the slopes of log(1/tau) and of the bias, and metrics.
+_Result = tuple[Tensor, ops.Gradients, tuple[Tensor, Tensor], dict[str, Metric]]
 
 
 class SigmoidLoss(ContrastiveLoss):
@@ -58,9 +57,9 @@ class SigmoidLoss(ContrastiveLoss):
         with torch.no_grad():
             kernels = self._scalar_kernels(engine, local)
             if kernels is None:
-                value, gradients, slopes, tau = self._compute_in_steps(engine, local, ids, needs)
+                value, gradients, slopes, metrics = self._compute_in_steps(engine, local, ids, needs)
             else:
-                value, gradients, slopes, tau = self._compute_by_kernels(engine, kernels, local, needs)
+                value, gradients, slopes, metrics = self._compute_by_kernels(engine, kernels, local, needs)
 
         saved = [gradient for gradient in gradients if gradient is not None]
 
@@ -70,11 +69,7 @@ class SigmoidLoss(ContrastiveLoss):
 
         parameters = self.temperature_rule.log_inv_tau, self.bias
         loss = attach_gradients(value, image, text, pull, saved, list(zip(parameters, slopes, strict=True)))
-        metrics: dict[str, Metric] = {
-            "tau": tau,
-            "bias": self.bias.detach().clone(),
-            "implementation": implementation,
-        }
+        metrics["implementation"] = implementation
         if self.pair_weights is not None:
             metrics |= self.pair_weights.metrics()
         return LossOutput(loss=loss, metrics=Metrics(metrics))
@@ -96,7 +91,8 @@ class SigmoidLoss(ContrastiveLoss):
         pairs = local.pairs(local.image, local.text)
         by_image = engine.pairwise(pairs, sigmoid, prepared.diagonal, needs=needs)
         value = kernels.sigmoid_sums(prepared, by_image)
-        return value, by_image.gradients, (prepared.slope, prepared.bias_slope), lambda: prepared.tau
+        metrics: dict[str, Metric] = {"tau": lambda: prepared.tau, "bias": lambda: prepared.bias}
+        return value, by_image.gradients, (prepared.slope, prepared.bias_slope), metrics
 
     def _compute_in_steps(
         self, engine: ops.Implementation, local: Local, ids: Ids | None, needs: ops.Needs
@@ -133,8 +129,9 @@ class SigmoidLoss(ContrastiveLoss):
             (by_image.similarity - positive).sum(),
             by_image.weight.sum(),
         ])  # fmt: skip
+        metrics: dict[str, Metric] = {"tau": scale.reciprocal, "bias": self.bias.detach().clone()}
         value, similarity, probability = (ranks.sum(sums, purpose="sums") / batch).unbind()
-        return value, gradients, (scale * similarity, probability - mean_weight), scale.reciprocal
+        return value, gradients, (scale * similarity, probability - mean_weight), metrics
 
     def _score(
         self, engine: ops.Implementation, local: Local, scale: Tensor, ids: Ids

@@ -64,7 +64,7 @@ class CudaGraphs:
         texts = batch.captions
         if isinstance(texts, Texts):
             shape = Shape(batch.images.shape, texts.tokens.shape, texts.packing.longest)
-        elif texts.is_floating_point():  # features
+        elif isinstance(texts, Tensor) and texts.is_floating_point():  # features
             shape = Shape(batch.images.shape, texts.shape, 0)
         else:
             return None

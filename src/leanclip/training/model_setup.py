@@ -41,6 +41,7 @@ def model_for_run(config: TrainConfig, start: ModelConfig | None = None, *, shap
         start_from_adapters(model.clip, Path(adapters))
     if blocks := config.parallel.grad_checkpointing:
         model.checkpoint_activations(None if blocks is True else blocks)
+    model.buckets = not config.parallel.fsdp
     if config.parallel.pad_text:
         model.end_of_text = model.padding = None
     return model

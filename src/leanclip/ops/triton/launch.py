@@ -85,7 +85,9 @@ class _Launch(NamedTuple):
 
     def groups(self) -> tuple[Tensor, Tensor]:
         """Without groups the kernels get any pointer, and do not read it."""
-        row_groups, col_groups = self.pairs.groups or (self.pairs.rows, self.pairs.cols)
+        if self.pairs.groups is None:
+            return self.pairs.rows, self.pairs.cols
+        row_groups, col_groups = self.pairs.groups
         return row_groups.contiguous(), col_groups.contiguous()
 
     def empty(self, *shape: int) -> Tensor:
@@ -113,7 +115,7 @@ def statistics(pairs: Pairs, row_scale: Tensor, col_scale: Tensor | None) -> tup
     launch = _Launch.of(pairs)
     compute = _dense_statistics if launch.dense else _fused_statistics
     with on_device(launch.pairs.rows):
-        return compute(launch, row_scale.detach(), None if col_scale is None else col_scale.detach())
+        return compute(launch, row_scale, col_scale)
 
 
 def _dense_statistics(
@@ -258,7 +260,7 @@ def gradients(
     """Equals `reference.gradients`. Equal single scales need one exponential per pair, not two."""
     launch = _Launch.of(pairs)
     constants = {"ROW_VECTOR": row_terms.scale.ndim == 1, "COL_VECTOR": col_terms.scale.ndim == 1}
-    scalars = tuple(tensor.detach().contiguous() for tensor in (*row_terms, *col_terms, diagonal))
+    scalars = tuple(tensor.contiguous() for tensor in (*row_terms, *col_terms, diagonal))
     with on_device(launch.pairs.rows):
         weights = _WeightBlocks(launch, launch.config("weights"), needs)
         if any(needs):
@@ -274,7 +276,7 @@ def pairwise(pairs: Pairs, sigmoid: Sigmoid, diagonal: Tensor, *, needs: Needs =
     weighted = sigmoid.sides is not None
     # Without weights of the sides the kernel gets any pointer, and does not read it.
     tensors = (*sigmoid[:3], diagonal, *(sigmoid.sides or (diagonal, diagonal)))
-    scalars = tuple(tensor.detach().contiguous() for tensor in tensors)
+    scalars = tuple(tensor.contiguous() for tensor in tensors)
     num_cols = len(pairs.cols)
     with on_device(launch.pairs.rows):
         weights = _WeightBlocks(launch, config, needs)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from leanclip.ops.blocking import ceil_div
 from leanclip.ops.triton.kernel import on_device, run
-from leanclip.ops.triton.tiles import LN_2, RUN_TIME
+from leanclip.ops.triton.tiles import RUN_TIME
 from leanclip.ops.triton.weights import log_one_plus
 from leanclip.ops.types import AnchorForm, Estimates, Pairwise, Statistics, StoredTemperature
 
@@ -75,7 +75,7 @@ def prepare(
 
     Of ids, the last position of each. With a bias the weights of a sigmoid loss.
     """
-    image, text = image.detach().contiguous(), text.detach().contiguous()
+    image, text = image.contiguous(), text.contiguous()
     batch, dim = image.shape
     head = torch.empty(8, dtype=torch.float32, device=image.device)
     vectors = torch.empty(16 if bias is None else 2, batch, dtype=torch.float32, device=image.device)
@@ -231,8 +231,15 @@ def settle(value, stored, previous, low, high, drop_above, drop_to, DROPS: tl.co
 
 @triton.jit
 def log_add_exp(a, b):
-    """NaN where one is."""
-    return tl.where(a == b, a + LN_2, tl.maximum(a, b) + log_one_plus(tl.exp(-tl.abs(a - b))))
+    """NaN where one is; -inf of two that are."""
+    distance = tl.abs(tl.where(a == b, 0.0, a) - tl.where(a == b, 0.0, b))
+    return tl.maximum(a, b) + log_one_plus(tl.exp(-distance))
+
+
+@triton.jit
+def log_of(share):
+    """-inf of 0."""
+    return tl.where(share > 0, tl.log(tl.where(share > 0, share, 1.0).to(tl.float32)), float("-inf"))
 
 
 @triton.jit
@@ -290,8 +297,8 @@ def anchors_kernel(
     if RUNNING:
         gamma = tl.load(shares + 1)
         tl.store(places + GAMMA, gamma.to(tl.int64, bitcast=True))
-        log_keep = tl.log(tl.load(shares).to(tl.float32))
-        log_add = tl.log(gamma.to(tl.float32))
+        log_keep = log_of(tl.load(shares))
+        log_add = log_of(gamma)
     norms = tl.zeros((BLOCK,), tl.float32)
     estimates = tl.zeros((BLOCK,), tl.float32)
     slopes = tl.zeros((BLOCK,), tl.float32)
