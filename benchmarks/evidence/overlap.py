@@ -126,7 +126,7 @@ def tables(path: Path) -> dict[str, Table]:
         [row["model"], row["processes"], row["loss"], row["collective"], f"{int(row['bytes']) / 1e6:,.2f}"]
         + [f"{float(row[column]):,.1f}" for column in ("alone_ms", "hidden_ms", "not_hidden_ms")]
         for row in measurements.rows(path)
-        if row["collective"] in ("embeddings", "gradients")
+        if row["collective"] in ("embeddings", "parameter gradients")
     ]
     headings = ["model", "processes", "loss", "collective", "MB", "ms alone", "hidden", "not hidden"]
     return {
@@ -150,7 +150,7 @@ def draw(path: Path) -> None:
         axes.invert_yaxis()
         axes.set(xlabel="% of a step", xlim=(0, 100))
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        figure.suptitle("Where the time of a step goes", x=0.01, ha="left")
+        figure.suptitle("Where the time of a step of leanclip goes", x=0.01, ha="left")
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
         plt.close(figure)
 

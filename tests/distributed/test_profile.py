@@ -15,9 +15,9 @@ def found(tmp_path_factory):
 def test_every_collective_of_a_step_is_timed(found):
     for rank in found:
         collectives = rank["collectives"]
-        assert set(collectives) == {"embeddings", "ids", "state", "scalars", "gradients"}
+        assert set(collectives) == {"embeddings", "ids", "state", "scalars", "parameter gradients"}
         assert rank["rows"] == 5
-        assert collectives["gradients"]["bytes"] == rank["trained"]
+        assert collectives["parameter gradients"]["bytes"] == rank["trained"]
         assert collectives["embeddings"]["bytes"] == 2 * 24 * 16 * 4
         assert collectives["state"]["calls"] == 1 and collectives["embeddings"]["calls"] == 2
         for part in collectives.values():

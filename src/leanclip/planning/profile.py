@@ -32,7 +32,7 @@ from leanclip.training.step import training_step
 PHASES = ("data", "image tower", "text tower", "loss", "backward", "optimizer", "communication")
 WARM_UP, STEPS, SECONDS = 3, 20, 30.0
 COUNTED = 8  # samples whose arithmetic is counted
-GRADIENTS = "gradients"  # the purpose of DDP's collectives
+GRADIENTS = "parameter gradients"  # the purpose of DDP's collectives
 
 
 @dataclass(frozen=True, kw_only=True)
