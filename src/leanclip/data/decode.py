@@ -52,7 +52,7 @@ class FeatureRows(Protocol):
 
     Views, or draws of captions, of many visits become row numbers; `take` gives what a batch holds of them: their
     features, or the numbers themselves where the table lies on the compute device, for `gather` to read them there.
-    `quick`: reading rows needs no worker processes.
+    `quick`: reading rows needs no worker processes. `at_once`: of how many samples they are best read together.
     """
 
     @property
@@ -61,6 +61,9 @@ class FeatureRows(Protocol):
     @property
     def quick(self) -> bool: ...
 
+    @property
+    def at_once(self) -> int: ...
+
     def rows(self, index: int) -> np.ndarray: ...
 
     def broken(self, ids: np.ndarray) -> np.ndarray: ...
@@ -68,6 +71,8 @@ class FeatureRows(Protocol):
     def views(self, ids: np.ndarray, visits: np.ndarray) -> np.ndarray: ...
 
     def drawn(self, ids: np.ndarray, draws: np.ndarray) -> np.ndarray: ...
+
+    def starts(self, ids: np.ndarray) -> np.ndarray: ...
 
     def take(self, numbers: np.ndarray) -> Tensor: ...
 

@@ -9,7 +9,7 @@ table.json                        what the features were computed from
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from leanclip.progress import ACTIVITY
 MISSING, COMPUTED, BROKEN = 0, 1, 2
 DEVICE_SHARE = 4  # tables take at most a quarter of a GPU's free memory
 COPIED_ROWS = 1 << 16  # at once
+ROWS_AT_ONCE, NUMBERS_AT_ONCE = 1 << 11, 1 << 16  # features of samples, or their row numbers
 QUICK_BYTES = 4 << 30  # of a mapped table that stays in memory once it was read
 
 
@@ -58,8 +59,17 @@ class FeatureTable:
         return cls(directory, writable=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A worker maps the files itself.
-        return FeatureTable, (self.directory,), {"on_device": self.on_device}
+        state: dict[str, Any] = {"on_device": self.on_device}
+        if self.weights is not None and not isinstance(self.weights, np.memmap):
+            state["weights"] = self.weights
+        return FeatureTable, (self.directory,), state  # a worker maps the files itself
+
+    def leave_out(self, captions: Mapping[int, Iterable[int]]) -> None:
+        """Never draw these rows, by sample and number."""
+        rows = [int(self.first[index]) + number for index, numbers in captions.items() for number in numbers]
+        if rows:
+            self.weights = np.ones(len(self.features), np.float32) if self.weights is None else np.array(self.weights)
+            self.weights[rows] = 0
 
     @property
     def dim(self) -> int:
@@ -72,6 +82,10 @@ class FeatureTable:
     @property
     def quick(self) -> bool:
         return self.on_device or self.nbytes <= QUICK_BYTES
+
+    @property
+    def at_once(self) -> int:
+        return NUMBERS_AT_ONCE if self.on_device else ROWS_AT_ONCE
 
     def missing(self) -> np.ndarray:
         """The ids whose features are not computed yet."""
@@ -111,6 +125,10 @@ class FeatureTable:
         begin, end = edges[ends - count], edges[ends]
         places = np.searchsorted(edges, begin + draws * (end - begin), "right") - 1
         return rows[np.minimum(places, ends - 1)]
+
+    def starts(self, ids: np.ndarray) -> np.ndarray:
+        """The first row of each sample."""
+        return self.first[ids]
 
     def take(self, numbers: np.ndarray) -> Tensor:
         """What a batch holds of these rows."""
