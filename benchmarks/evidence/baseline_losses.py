@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before any group: its functions keep as default the group of their import
 from torch import Tensor
 
 import leanclip

@@ -15,7 +15,9 @@ import compare_losses
 import estimate_error
 import loss_over_ranks
 import measurements
+import network_time
 import noise
+import overlap
 import time_to_recall_report
 from measurements import RESULTS, Table
 from training_runs import RunStore
@@ -26,6 +28,8 @@ NOISE_ARMS = ("v1-auto", "infonce", "dcl-constant")
 FILES = {
     "loss_over_ranks.csv": loss_over_ranks,
     "communication.csv": communication,
+    "network_time.csv": network_time,
+    "overlap.csv": overlap,
     "wall_clock.csv": time_to_recall_report,
     "noise.csv": noise,
 }

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from leanclip.checkpointing.checkpoint import clean_up, copy_best, move_aside, s
 from leanclip.checkpointing.resume import AUTO, LATEST
 from leanclip.config import save_toml
 from leanclip.device import device_of
-from leanclip.distributed import Heartbeat, Ranks, detect_launch, device_for, launch_id, process_group, was_restarted
+from leanclip.distributed import Heartbeat, Ranks, detect_launch, device_for, launch_id, process_group
 from leanclip.errors import UserError
 from leanclip.filesystem import remove_litter, write_atomically, writing
 from leanclip.progress import make_console
@@ -38,7 +39,7 @@ def run_training(config: TrainConfig, *, began: float | None = None, quiet: bool
     """Train. --max-hours counts from `began`, a time.monotonic(). Signal handlers are restored at the end."""
     began = time.monotonic() if began is None else began
     with joined_processes(config) as (config, heartbeat):
-        config = continued_if_restarted(config, Ranks.current())
+        config = continued(config, Ranks.current())
         stop = Stopping(heartbeat.store, hours=config.run.max_hours, began=began)
         with stop.handling_signals(), contextlib.ExitStack() as lock:
             # Before the checkpoint to resume from is chosen: another process may be writing the run.
@@ -90,25 +91,27 @@ def console_of(job: Job, *, quiet: bool = False) -> Console:
     return make_console(quiet=quiet or not job.context.ranks.first)
 
 
-def continued_if_restarted(config: TrainConfig, ranks: Ranks) -> TrainConfig:
-    """The first rank decides for all. Every torchrun counts its own restarts, so one host may count none."""
-    if not any(ranks.all_gather_objects(was_restarted())):
-        return config
-    run = ranks.broadcast_from_first(lambda: continued(config).run)
-    return replace(config, run=replace(run, device=config.run.device))  # each rank has its own GPU
+def continued(config: TrainConfig, ranks: Ranks) -> TrainConfig:
+    """The configuration with which all ranks go on where torchrun restarts them. Each keeps its GPU."""
+    run = ranks.broadcast_from_first(lambda: _continued(config))
+    return replace(config, run=replace(run, device=config.run.device))
 
 
-def continued(config: TrainConfig) -> TrainConfig:
-    """The configuration after torchrun has restarted the processes: the run resumes and is not overwritten."""
+def _continued(config: TrainConfig) -> RunConfig:
+    """A run that this torchrun has begun in other processes resumes and is not overwritten.
+
+    The count of restarts does not tell: it is 0 where one host has joined or left without a failure.
+    """
     run = config.run
     name = run.name or default_name(config)
     directory = RunDirectory(Path(run.logs) / name)
-    if directory.facts().get("launch") != launch_id():  # this launch had not prepared the directory yet
-        return config
+    facts, launch = directory.facts(), launch_id()
+    if launch is None or facts.get("launch") != launch or facts.get("pid") == os.getpid():
+        return run
     saved = bool(step_directories(directory.checkpoints))
     resume = AUTO if saved or run.resume in (None, LATEST) else run.resume
     reset = run.reset_loss_state and not saved
-    return replace(config, run=replace(run, name=name, resume=resume, reset_loss_state=reset, overwrite=False))
+    return replace(run, name=name, resume=resume, reset_loss_state=reset, overwrite=False)
 
 
 def announce(job: Job, directory: RunDirectory, console: Console) -> None:
@@ -155,7 +158,7 @@ def prepare(job: Job, directory: RunDirectory) -> None:
             print(f"leanclip: the best weights so far are kept as {best}", file=sys.stderr)
         for name in names:
             print(f"leanclip: a checkpoint after this step was moved aside, kept as {name}", file=sys.stderr)
-    directory.describe(**describe(job, __version__), launch=launch_id())
+    directory.describe(**describe(job, __version__), launch=launch_id(), pid=os.getpid())
     save_toml(repeatable(job.config), directory.config)
     if (manifest := job.data.train.source.manifest()) is not None:
         write_atomically(directory.manifest, json.dumps(manifest, indent=1))

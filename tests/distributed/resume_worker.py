@@ -14,7 +14,7 @@ from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.runs.config import ParallelConfig
 from leanclip.runs.stopping import Stopping
 from leanclip.training import set_up, train
-from leanclip.training_run import continued_if_restarted, prepare
+from leanclip.training_run import continued, prepare
 
 
 class Killed(BaseException):
@@ -52,14 +52,13 @@ def train_part(ranks, folder, logs, stop, resume=False, parallel=None):
     return {}
 
 
-def restart(ranks, folder, counts):
-    """The settings with which this rank continues; its torchrun counts counts[rank] restarts."""
-    os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size)}
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(counts[ranks.rank])
+def restart(ranks, folder, launch, pid):
+    """The settings with which this rank continues a run of this launch, or of another, and of this process."""
+    os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size), "TORCHELASTIC_RUN_ID": "none"}
     if ranks.first:
         directory = RunDirectory(Path(folder) / "run")
         directory.path.mkdir()
-        directory.describe(launch=launch_id())
+        directory.describe(launch=launch or launch_id(), pid=pid or os.getpid())
     values = {"logs": str(folder), "name": "run", "overwrite": True, "device": f"cuda:{ranks.rank}"}
-    run = continued_if_restarted(override(TrainConfig(), values, "test"), ranks).run
+    run = continued(override(TrainConfig(), values, "test"), ranks).run
     return {"resume": run.resume, "overwrite": run.overwrite, "device": run.device}

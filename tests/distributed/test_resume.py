@@ -50,9 +50,11 @@ def test_resume_on_other_processes(first, second, uninterrupted, tmp_path):
     assert {**position, "seconds": 0, "best": 0} == {**expected_position, "seconds": 0, "best": 0}
 
 
-@pytest.mark.parametrize(("counts", "resume"), [((0, 0), None), ((0, 1), "auto"), ((1, 0), "auto"), ((1, 1), "auto")])
-def test_all_ranks_continue_if_torchrun_restarted_any(counts, resume, tmp_path):
-    """A host whose own processes did not fail counts no restart. Each rank keeps its device."""
-    found = run_ranks(restart, 2, tmp_path, counts, timeout=60)
+@pytest.mark.parametrize(
+    ("launch", "pid", "resume"), [(None, 1, "auto"), (None, None, None), ("another launch", 1, None)]
+)
+def test_all_ranks_continue_what_this_torchrun_has_begun(launch, pid, resume, tmp_path):
+    """In other processes: after a failure, or because a host has joined, which counts no restart."""
+    found = run_ranks(restart, 2, tmp_path, launch, pid, timeout=60)
     assert [rank.pop("device") for rank in found] == ["cuda:0", "cuda:1"]
     assert found == [{"resume": resume, "overwrite": resume is None}] * 2

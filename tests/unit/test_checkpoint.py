@@ -247,21 +247,22 @@ def test_max_hours_stop_a_run(tmp_path, monkeypatch, capsys, restarts, code):
     assert "1e-09 hours" in capsys.readouterr().out.replace("\n", " ")
 
 
-def under_torchrun(monkeypatch, restarts):
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "TORCHELASTIC_RESTART_COUNT": restarts}.items():
-        monkeypatch.setenv(name, str(value))
+@pytest.fixture
+def torchrun(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
 
 
-def test_a_run_restarted_by_torchrun_resumes(tmp_path, monkeypatch):
-    under_torchrun(monkeypatch, restarts=0)
+def test_a_run_restarted_by_torchrun_resumes(torchrun, tmp_path):
     assert train(tmp_path) == 0
-    under_torchrun(monkeypatch, restarts=1)
+    RunDirectory(tmp_path / "logs/run").describe(pid=1)  # of the process before
     assert train(tmp_path, max_steps=10, overwrite=True) == 0
     assert steps_of_metrics(tmp_path) == list(range(1, 11)), "replaced or restarted"
+    assert train(tmp_path, max_steps=3, overwrite=True) == 0
+    assert steps_of_metrics(tmp_path) == [1, 2, 3], "the same process did not overwrite its own run"
 
 
-def test_torchrun_does_not_resume_another_run(run, monkeypatch, capsys):
-    under_torchrun(monkeypatch, restarts=1)
+def test_torchrun_does_not_resume_another_run(torchrun, run, capsys):
     assert train(run, max_steps=10) == 2
     assert refusal_code(capsys.readouterr().err) == "run.exists"
     assert steps_of_metrics(run) == list(range(1, 9))

@@ -3,8 +3,11 @@
 import communication
 import loss_over_ranks
 import measurements
+import network_time
+import overlap
 import pytest
 import torch
+from network_hosts import NoHostsError
 
 
 def test_every_loss_on_one_rank_of_many_has_the_same_value(capsys, monkeypatch):
@@ -62,3 +65,41 @@ def test_traffic_of_a_ring():
     embeddings = 2 * 8 * 512 * 512 * 2 * 7 / 8
     assert [row["received_bytes"] / embeddings for row in rows.values()] == [1, 2, 3]
     assert rows["disco"]["25gbe_ms"] == pytest.approx(3 * rows["undivided"]["25gbe_ms"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_collectives_are_timed_on_hosts(capfd):
+    try:
+        network_time.main(["--quick"])
+    except NoHostsError as error:
+        pytest.skip(str(error))
+    assert capfd.readouterr().out.count(" sent ") == 12
+
+
+@pytest.mark.slow
+def test_overlap_is_measured(capsys):
+    overlap.main(["--quick"])
+    assert "| leanclip-tiny | one machine | 2 | fastclip-v3 |" in capsys.readouterr().out
+
+
+def test_predicted_time_of_measured_collectives(tmp_path):
+    """1 Gbit/s at 80%: 100 MB/s."""
+    gathered, scattered = (communication.Call(kind, 40_000_000) for kind in ("gathered", "scattered"))
+    assert network_time.predicted(gathered, 2) == pytest.approx(200, rel=0.01)
+    assert network_time.predicted(gathered, 4) == pytest.approx(300, rel=0.01)
+    assert network_time.predicted(scattered, 4) == 2 * network_time.predicted(gathered, 4)
+    output = tmp_path / "times.csv"
+    for size, time in ((2e6, 5), (4e6, 40), (1000, 99)):
+        row = {"provider": "disco", "processes": 2, "bytes": size, "ms": time, "low_ms": 4, "predicted_ms": 10}
+        measurements.append(output, row)
+    tables = network_time.tables(output)
+    assert tables["network_time"].cell("DisCo-CLIP", "N = 2") == "45 / 20"
+    assert [tables["network_ratio"].cell("median", end) for end in ("least", "most")] == ["0.50", "4.00"]
+
+
+def test_stored_times_are_within_a_quarter_of_the_prediction():
+    rows = measurements.rows(measurements.RESULTS / "network_time.csv")
+    large = [row for row in rows if float(row["bytes"]) > network_time.LARGE]
+    assert {int(row["processes"]) for row in large} == {2, 3, 4}
+    for row in large:
+        assert float(row["ms"]) == pytest.approx(float(row["predicted_ms"]), rel=0.25)

@@ -17,7 +17,6 @@ from leanclip.distributed.launch import (
     launch_id,
     process_group,
     start_time,
-    was_restarted,
 )
 from leanclip.distributed.ranks import PendingGather, Ranks, gloo_group
 from leanclip.distributed.traffic import TRAFFIC_COUNTER, Traffic, TrafficCounter, compare_traffic
@@ -43,7 +42,6 @@ __all__ = [
     "reshard",
     "shard_like",
     "start_time",
-    "was_restarted",
     "wrap_ddp",
     "wrap_fsdp",
 ]

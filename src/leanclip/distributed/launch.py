@@ -68,15 +68,10 @@ def detect_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     return Launch(0, 1, 0, "alone")
 
 
-def was_restarted(environment: Mapping[str, str] = os.environ) -> bool:
-    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 def launch_id(environment: Mapping[str, str] = os.environ) -> str | None:
     """Identifies one torchrun, the same for all its restarts; None without torchrun."""
-    if detect_launch(environment).by != "torchrun":
-        return None
-    return f"{environment.get('TORCHELASTIC_RUN_ID', 'none')} {start_time():%Y-%m-%dT%H:%M:%S}"
+    run = environment.get("TORCHELASTIC_RUN_ID")  # other launchers that set RANK do not set it
+    return run and f"{run} {start_time():%Y-%m-%dT%H:%M:%S}"
 
 
 def start_time() -> datetime:

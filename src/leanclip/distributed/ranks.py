@@ -79,7 +79,8 @@ class Ranks:
         work = dist.all_gather_into_tensor(as_bytes(gathered), as_bytes(padded), group=self.group, async_op=True)
 
         def wait(sent: Tensor = padded) -> Tensor:  # keeps the buffer alive until it is sent
-            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
+            with TRAFFIC_COUNTER.waiting(purpose):
+                work.wait()  # pyright: ignore[reportOptionalMemberAccess]
             if batch == self.size * width:
                 return gathered
             parts = gathered.unflatten(0, (self.size, width))
@@ -92,7 +93,8 @@ class Ranks:
         if self.size > 1:
             TRAFFIC_COUNTER.record(purpose, local.nbytes)
             ACTIVITY.advance()
-            dist.all_reduce(local, group=self.group)
+            with TRAFFIC_COUNTER.waiting(purpose):
+                dist.all_reduce(local, group=self.group)
         return local
 
     def all_gather_objects(self, value: T) -> list[T]:

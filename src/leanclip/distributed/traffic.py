@@ -1,7 +1,9 @@
 """Bytes that the collectives of a loss send, counted call by call, and what other implementations would send."""
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 GATHERED = ("embeddings", "scalars", "ids", "groups")  # a loss's purposes
 REDUCED = ("state", "sums", "gradients")  # the last: DisCo-CLIP's
@@ -19,10 +21,20 @@ class TrafficCounter:
     """Counts the collectives of a process by purpose, from one `clear` to the next."""
 
     volumes: dict[str, Volume] = field(default_factory=dict)
+    waiting: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a context around each wait
 
     def record(self, purpose: str, size: int) -> None:
         calls, total = self.volumes.get(purpose, Volume(0, 0))
         self.volumes[purpose] = Volume(calls + 1, total + size)
+
+    @contextmanager
+    def observed(self, waiting: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Inside, every wait for a collective happens inside `waiting(purpose)`."""
+        self.waiting = waiting
+        try:
+            yield
+        finally:
+            self.waiting = nullcontext
 
     def clear(self) -> None:
         self.volumes.clear()

@@ -1,13 +1,21 @@
 """Where the time of a step goes: a short real run with a mark at every change of phase, which then stops.
 
 On a GPU the marks are CUDA events, read at the end, so that the profile adds no waiting. A normal run has no marks.
+Marks around the wait for a collective give the time that nothing hides: on a GPU its queue stands still between them.
+What the same collective takes by itself is measured after the steps; the difference is what the step hides.
 """
 
+import contextlib
 import os
 import time
 from collections import Counter
+<<<<<<< HEAD
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+=======
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+>>>>>>> work-b2
 from itertools import pairwise
 from typing import Any
 
@@ -20,14 +28,39 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from leanclip.data import Batch
+<<<<<<< HEAD
 from leanclip.evaluation.embed import EvaluationSettings, embed
 from leanclip.planning.gpu_measurement import matrix_rate
+=======
+from leanclip.distributed import TRAFFIC_COUNTER, Ranks
+from leanclip.planning.gpu_measurement import matrix_rate, seconds
+from leanclip.planning.planner import SUMMED
+>>>>>>> work-b2
 from leanclip.training.setup import Job
 from leanclip.training.step import training_step
 
 PHASES = ("data", "image tower", "text tower", "loss", "backward", "optimizer", "communication")
 WARM_UP, STEPS, SECONDS = 3, 20, 30.0
 COUNTED = 8  # samples whose arithmetic is counted
+GRADIENTS = "parameter gradients"  # the purpose of DDP's collectives
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """Those of one purpose in a step."""
+
+    calls: float
+    bytes: float  # of the vectors
+    alone: float  # seconds that they take while nothing else runs
+    waited: float  # seconds in which the step waits for them, or for a slower process
+
+    @property
+    def exposed(self) -> float:
+        return min(self.waited, self.alone)
+
+    @property
+    def hidden(self) -> float:
+        return self.alone - self.exposed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +71,7 @@ class Profile:
     flops: float  # per second of this process: three times the towers' forward pass
     matrix_rate: float  # FLOP/s of a large product
     steps: int
+    collectives: dict[str, Collectives] = field(default_factory=dict)  # by purpose, of several processes
 
     @property
     def step(self) -> float:
@@ -50,15 +84,38 @@ class Profile:
     def share(self, phase: str) -> float:
         return self.seconds[phase] / self.step
 
+    def breakdown(self) -> dict[str, float]:
+        """The seconds of a step as the FastCLIP paper divides them."""
+        exposed, hidden = (sum(getattr(c, part) for c in self.collectives.values()) for part in ("exposed", "hidden"))
+        other = self.seconds["data"] + self.seconds["communication"] - exposed
+        computation = self.step - hidden - exposed - other
+        return {
+            "computation": computation, "communication not hidden": exposed, "overlap": hidden, "other": other
+        }  # fmt: skip
+
     def table(self) -> Table:
-        table = Table(title=f"time of a step, mean of {self.steps}", title_justify="left")
-        for heading in ("phase", "ms", "share"):
-            table.add_column(heading, justify="left" if heading == "phase" else "right")
+        table = _table(f"time of a step, mean of {self.steps}", "phase", "ms", "share")
         for phase in PHASES:
             table.add_row(phase, f"{self.seconds[phase] * 1e3:,.1f}", f"{self.share(phase):.1%}")
         table.add_section()
         table.add_row("total", f"{self.step * 1e3:,.1f}", "100.0%")
         return table
+
+    def communication_table(self) -> Table:
+        """What every collective takes, and how much of it the step hides."""
+        table = _table("communication in a step", "collective", "calls", "MB", "ms alone", "hidden", "not hidden")
+        for purpose, collectives in self.collectives.items():
+            times = (1e3 * t for t in (collectives.alone, collectives.hidden, collectives.exposed))
+            volume = f"{collectives.calls:,.0f}", f"{collectives.bytes / 1e6:,.2f}"
+            table.add_row(purpose, *volume, *(f"{time:,.1f}" for time in times))
+        return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == headings[0] else "right")
+    return table
 
 
 class _Marks:
@@ -70,15 +127,26 @@ class _Marks:
         self.launching = 0.0  # seconds of the host from the begin of a step to its optimizer
 
     def enter(self, phase: str) -> None:
-        mark: Any = time.perf_counter()
+        now = time.perf_counter()
         if phase == "optimizer":
-            self.launching += mark
+            self.launching += now
         elif self.marks and self.marks[-1][0] == "data":
-            self.launching -= mark
+            self.launching -= now
+        self._mark(phase)
+
+    def _mark(self, phase: str) -> None:
+        mark: Any = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
         if self.cuda:
-            mark = torch.cuda.Event(enable_timing=True)
             mark.record()
         self.marks.append((phase, mark))
+
+    @contextlib.contextmanager
+    def waiting(self, purpose: str) -> Iterator[None]:
+        """Around a wait for a collective, in whichever phase it is."""
+        phase = self.marks[-1][0] if self.marks else "data"
+        self._mark(purpose)
+        yield
+        self._mark(phase)
 
     def follow_loss_backward(self, loss: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A forward hook of the loss: its own backward pass belongs to it."""
@@ -89,8 +157,9 @@ class _Marks:
 
     def average(self, group: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """A communication hook of DDP: what remains of the averaging when all gradients are computed."""
+        TRAFFIC_COUNTER.record(GRADIENTS, bucket.buffer().nbytes)
         if bucket.is_last():
-            self.enter("communication")
+            self._mark(GRADIENTS)
         return allreduce_hook(group, bucket)
 
     def seconds(self) -> Counter[str]:
@@ -128,29 +197,51 @@ def profile(job: Job, *, steps: int = STEPS, done: Callable[[str], None] = lambd
     loss.register_forward_hook(marks.follow_loss_backward)
     if isinstance(context.towers, DistributedDataParallel):
         context.towers.register_comm_hook(ranks.group, marks.average)
-    for batch in (first, *(next(batches) for _ in range(WARM_UP - 1))):
-        loss.set_epoch(0, 1)
-        training_step(context, batch)
-    marks.marks, marks.launching = [], 0.0
-    count, until = 0, time.perf_counter() + SECONDS
-    # All processes take as many steps as rank 0 decides, at least one.
-    while count < steps and (count == 0 or ranks.broadcast_from_first(lambda: time.perf_counter() < until)):
+    with TRAFFIC_COUNTER.observed(marks.waiting):
+        for batch in (first, *(next(batches) for _ in range(WARM_UP - 1))):
+            loss.set_epoch(0, 1)
+            training_step(context, batch)
+        marks.marks, marks.launching = [], 0.0
+        TRAFFIC_COUNTER.clear()
+        count, until = 0, time.perf_counter() + SECONDS
+        # All processes take as many steps as rank 0 decides, at least one.
+        while count < steps and (count == 0 or ranks.broadcast_from_first(lambda: time.perf_counter() < until)):
+            marks.enter("data")
+            batch = next(batches)
+            loss.set_epoch(0, 1)
+            training_step(context, batch)
+            count += 1
         marks.enter("data")
-        batch = next(batches)
-        loss.set_epoch(0, 1)
-        training_step(context, batch)
-        count += 1
-    marks.enter("data")
     total = marks.seconds()
     step = sum(total.values()) / count
+    waited = {purpose: total.pop(purpose) / count for purpose in total.keys() - PHASES}
     return Profile(
-        seconds={phase: total[phase] / count for phase in PHASES},
+        seconds={phase: total[phase] / count for phase in PHASES} | {"communication": sum(waited.values())},
         launching=marks.launching / count,
         samples_per_second=job.loader.batch / step,
         flops=flops * len(first) / step,
         matrix_rate=rate,
         steps=count,
+        collectives=_collectives(ranks, job.device, waited, count),
     )
+
+
+def _collectives(
+    ranks: Ranks, device: torch.device, waited: Mapping[str, float], steps: int
+) -> dict[str, Collectives]:
+    """Each purpose's collectives, repeated by themselves: those of one size each, the mean of its calls."""
+    measured = {}
+    for purpose, (calls, total) in dict(TRAFFIC_COUNTER.volumes).items():
+        if purpose in (*SUMMED, GRADIENTS):
+            vector = torch.zeros(total // calls // 4, device=device)
+            alone = seconds(lambda vector=vector: ranks.sum(vector, purpose="profile"))
+        else:
+            part = torch.zeros(total // calls // ranks.size, dtype=torch.uint8, device=device)
+            alone = seconds(lambda part=part: ranks.gather(part, ranks.size * len(part), purpose="profile"))
+        measured[purpose] = Collectives(
+            calls=calls / steps, bytes=total / steps, alone=alone * calls / steps, waited=waited[purpose]
+        )
+    return measured
 
 
 def _batches(job: Job) -> Iterator[Batch]:
@@ -176,10 +267,12 @@ def _forward_flops(job: Job, batch: Batch) -> float:
 
 def summary(result: Profile, job: Job) -> list[str]:
     """Speed, use of the hardware, and the verdict."""
+    parts = ", ".join(f"{part} {time / result.step:.1%}" for part, time in result.breakdown().items())
     unit, name = (1e12, "TFLOP/s") if result.matrix_rate > 1e12 else (1e9, "GFLOP/s")
     return [
         f"{result.samples_per_second:,.0f} samples/s; MFU {result.mfu:.1%}: {result.flops / unit:,.1f} of the"
         f" {result.matrix_rate / unit:,.1f} {name} of a large matrix product on this machine",
+        *([parts] if result.collectives else []),
         verdict(result, job),
     ]
 
