@@ -76,19 +76,12 @@ def show_preview(config: TrainConfig) -> None:
     console.print(f"dry run: nothing was trained; one augmented batch with its captions: {path}")
 
 
-<<<<<<< HEAD
 def show_profile(config: TrainConfig, start_up: StartUp) -> None:
     start_up.end("processes and device")
     job = set_up(config, done=start_up.end)
     profiled = profile(job, done=start_up.end)
-    console_of(job).print(start_up.table(), profiled.table(), *profile_summary(profiled, job), sep="\n")
-=======
-def show_profile(config: TrainConfig) -> None:
-    job = set_up(config)
-    profiled = profile(job)
-    tables = [profiled.table(), *([profiled.communication_table()] if profiled.collectives else [])]
+    tables = [start_up.table(), profiled.table(), *([profiled.communication_table()] if profiled.collectives else [])]
     console_of(job).print(*tables, *profile_summary(profiled, job), sep="\n")
->>>>>>> work-b2
 
 
 def parse_command(arguments: list[str]) -> TrainCommand:

@@ -9,13 +9,8 @@ import contextlib
 import os
 import time
 from collections import Counter
-<<<<<<< HEAD
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-=======
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
->>>>>>> work-b2
 from itertools import pairwise
 from typing import Any
 
@@ -28,14 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from leanclip.data import Batch
-<<<<<<< HEAD
-from leanclip.evaluation.embed import EvaluationSettings, embed
-from leanclip.planning.gpu_measurement import matrix_rate
-=======
 from leanclip.distributed import TRAFFIC_COUNTER, Ranks
+from leanclip.evaluation.embed import EvaluationSettings, embed
 from leanclip.planning.gpu_measurement import matrix_rate, seconds
 from leanclip.planning.planner import SUMMED
->>>>>>> work-b2
 from leanclip.training.setup import Job
 from leanclip.training.step import training_step
 
