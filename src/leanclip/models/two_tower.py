@@ -20,7 +20,15 @@ from leanclip.models.kernel_barriers import add_kernel_barriers
 from leanclip.models.open_clip_api import PreprocessCfg, VisionTransformer, image_transform_v2
 from leanclip.models.saved import CONFIG_FILE
 from leanclip.models.text_length import EndOfText, Texts, padding_reason, pooling, text_tower
-from leanclip.models.towers.layers import Side, TowerSummary, lock, roots, summarise, train_unfrozen
+from leanclip.models.towers.layers import (
+    Side,
+    TowerSummary,
+    lock,
+    roots,
+    summarise,
+    train_unfrozen,
+    unlocked_of_trunk,
+)
 from leanclip.models.towers.lora import add_adapters
 from leanclip.models.towers.projection import Projection
 from leanclip.models.transformer_towers import embed_images, embed_texts, normalised
@@ -172,7 +180,8 @@ class TwoTower(nn.Module):
         self._lock("text", unlocked_layers)
 
     def _lock(self, side: Side, unlocked: int) -> None:
-        lock(self.clip, side, unlocked)
+        tower = self.config["vision_cfg" if side == "image" else "text_cfg"]
+        lock(self.clip, side, unlocked_of_trunk(tower, unlocked))
         self.locked.append(side)
         if not any(parameter.requires_grad for parameter in self.parameters()):
             raise UserError(

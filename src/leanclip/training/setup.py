@@ -25,7 +25,7 @@ from leanclip.features.locked_towers import LockedTowers
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
 from leanclip.losses.pair_weights import MIN_VISITS
 from leanclip.losses.registry import spec_of
-from leanclip.models import TwoTower
+from leanclip.models import ModelConfig, TwoTower
 from leanclip.models.towers.layers import layer_rates
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.optim.loss_scale import LossScale
@@ -111,6 +111,7 @@ def build(run: ResolvedRun) -> BuiltRun:
     if saved is not None:
         notes += saved.compare(config, model.open_clip_config(), samples=run.samples, reset_loss=run.reset_loss)
         notes += [] if run.reset_loss else saved.ignored_settings(run.loss_flags)
+    notes += _nothing_frozen(config.model, model)
     if device.type == "cpu" and config.run.precision not in ("fp32", "fp64"):
         notes.append(f"--precision {config.run.precision} is slower than fp32 on most CPUs; leave it out")
     visits = config.run.epochs * max(config.data.upsampling_factors or [1])
@@ -124,6 +125,17 @@ def build(run: ResolvedRun) -> BuiltRun:
     return BuiltRun(
         run=run, config=config, model=model.to(device, dtype), loss=loss.to(device, dtype), notes=tuple(notes)
     )
+
+
+def _nothing_frozen(settings: ModelConfig, model: TwoTower) -> list[str]:
+    """Warnings where a tower is locked and all of its layers are unlocked."""
+    unlocked = {"image": settings.lock_image_unlocked_groups, "text": settings.lock_text_unlocked_layers}
+    return [
+        f"warning: --lock-{tower.side} freezes nothing: {unlocked[tower.side]} layers are unlocked, and the"
+        f" {tower.side} tower has {tower.layers} and its projection"
+        for tower in model.summary()
+        if unlocked[tower.side] and not tower.frozen_layers
+    ]
 
 
 def _rates(optim: OptimConfig, model: TwoTower) -> dict[str, float]:
