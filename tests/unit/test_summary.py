@@ -202,3 +202,6 @@ def test_small_runs_are_described_as_they_are(tmp_path, capsys):
     lines = facts(finishes([*flags, "--max-steps", "4", "--warmup", "1", "--dry-run"], capsys))
     assert lines["data"].endswith("40 samples, 8 of them held out") and "after 1 step of" in lines["optimizer"]
     assert lines["expected"].endswith(" s or more")
+    assert lines["steps"].endswith("evaluation at the end, checkpoint at the end")
+    given = command(tmp_path, "--name", "y", "--train-data", "synthetic:40", "--workers", "0", "--dry-run")
+    assert "no evaluation, checkpoint" in facts(finishes(given, capsys))["steps"]

@@ -116,9 +116,10 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1, fine_tuning: 
     config = replace(config, run=replace(config.run, loss=loss_name(config)))
     model = replace(config.model, model=_model_name(config))
     batch = config.data.global_batch_size or (config.data.batch_size or 0) * processes or 128
-    if batch < processes:
+    if batch < max(processes, 2):
         raise UserError(
-            f"a global batch of {batch} is smaller than the {processes} processes; raise --global-batch-size",
+            f"a global batch of {batch} is too small for {processes} process(es): it needs 2 samples, which are"
+            " compared with each other, and one for each process; raise --global-batch-size",
             code="config.batch_too_small",
         )
     run = config.run

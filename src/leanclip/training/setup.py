@@ -184,9 +184,9 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     )
     if warmup is not None and (problem := warmup.wait()) is not None:
         notes.append(f"warning: {problem}")
-    threads = _set_threads(context, built) if device.type == "cpu" else None
     micro_batches, peak_bytes = _micro_batches(context, model, config, device)
     context = replace(context, micro_batches=micro_batches)
+    threads = _set_threads(context, built) if device.type == "cpu" else None
     state = RunState(model=model, loss=loss, optimizer=context.optimizer, scale=context.scale, ema=ema, device=device)
     return Job(
         config=config, device=device, data=run.data, model=model, context=context, loader=loader, steps=run.steps,
@@ -367,6 +367,7 @@ def _micro_batches(
     """As many on every rank, so that all take part in the same collectives; and the measured peak."""
     ranks, batch, parallel = context.ranks, context.global_batch, config.parallel
     share, smallest = ranks.largest_share(batch), batch // ranks.size
+    _check_norms(context, smallest)  # before a pass is measured
     size, peak_bytes = parallel.micro_batch or share, None
     if parallel.micro_batch is None and device.type == "cuda":
         size, peak_bytes = probe_micro_batch(
@@ -385,12 +386,16 @@ def _micro_batches(
             f" raise it, or choose a global batch that {ranks.size} processes divide",
             code="training.empty_micro_batch",
         )
-    if context.norms.averages and smallest // count < 2:
+    _check_norms(context, smallest // count)
+    return count, peak_bytes
+
+
+def _check_norms(context: StepContext, samples: int) -> None:
+    if context.norms.averages and samples < 2:
         raise UserError(
             "batch normalisation needs two samples in every micro-batch; raise --micro-batch or the batch",
             code="training.micro_batch_too_small",
         )
-    return count, peak_bytes
 
 
 def _with_comparable_best(saved: SavedRun, config: TrainConfig) -> Position:
