@@ -2,6 +2,7 @@
 
     python benchmarks/bench_loss.py                      # the whole table, on a GPU
     python benchmarks/bench_loss.py --quick              # seconds, on any machine
+    python benchmarks/bench_loss.py --requirements       # every batch beside open_clip, pass or fail; 90 s on an H200
     python benchmarks/bench_loss.py --plot               # draw the newest results, measure nothing
 
 The floor is arithmetic alone: 8 B^2 d operations for contrastive losses (similarities twice, two products), 6 B^2 d
@@ -30,6 +31,8 @@ from leanclip.errors import first_line
 
 RESULTS = Path(__file__).parent / "results"
 OPERATIONS = {"infonce": 8, "dcl": 8, "siglip": 6, "fastclip-v2": 8, "fastclip-v3": 8}
+BUSY_CYCLES = 10_000_000  # about 5 ms, longer than the host needs for a call
+REQUIRED_BATCHES = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
 Step = Callable[[], Any]
 
 
@@ -46,19 +49,21 @@ class Case:
             torch.tensor(value, device=device, requires_grad=True) for value in (2.659, -10.0)
         )
 
+        self.parameters = [self.image, self.text, self.log_scale, self.bias]
+
     def clear(self) -> None:
-        for tensor in (self.image, self.text, self.log_scale, self.bias):
+        for tensor in self.parameters:
             tensor.grad = None
 
 
 def ours(case: Case, implementation: str = "auto") -> Step:
-    samples = case.batch if case.loss.startswith("fastclip") else None
+    samples = 1000 * case.batch if case.loss.startswith("fastclip") else None
     loss = leanclip.create_loss(case.loss, implementation=implementation, num_samples=samples).to(case.image.device)
     ids = torch.arange(case.batch, device=case.image.device)
     loss.set_epoch(0, 2)
+    case.parameters += loss.parameters()
 
     def step() -> None:
-        loss.zero_grad()
         loss(case.image, case.text, ids).loss.backward()
 
     return step
@@ -69,7 +74,6 @@ def open_clip(case: Case, *, compiled: bool) -> Step:
 
     function: Any = SigLipLoss() if case.loss == "siglip" else ClipLoss()
     if compiled:
-        torch._dynamo.reset()
         function = torch.compile(function)
 
     def step() -> None:
@@ -103,18 +107,7 @@ def providers(loss: str) -> dict[str, Callable[[Case], Step]]:
 
 def measure(case: Case, step: Step, repeats: int) -> dict[str, float | None]:
     """Percentiles of the milliseconds, launched alone and queued, and the peak MiB above what was allocated."""
-    cuda, extra = case.image.is_cuda, None
-    for _ in range(3 if cuda else 1):
-        case.clear()
-        step()
-    case.clear()
-    if cuda:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.cuda.synchronize()
-        extra = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+    cuda, extra = case.image.is_cuda, extra_mib(case, step)
     alone, queued = [], []
     for _ in range(repeats):
         case.clear()
@@ -132,6 +125,23 @@ def measure(case: Case, step: Step, repeats: int) -> dict[str, float | None]:
     }
 
 
+def extra_mib(case: Case, step: Step) -> float | None:
+    """The peak above what was allocated, after a warm-up; none where the device does not count it."""
+    for _ in range(3 if case.image.is_cuda else 1):
+        case.clear()
+        step()
+    case.clear()
+    if not case.image.is_cuda:
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    case.clear()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
 def _milliseconds(step: Step, cuda: bool, *, busy: bool = False) -> float:
     """With `busy` the device has other work first, so that the host has launched everything when the clock starts."""
     if not cuda:
@@ -140,7 +150,7 @@ def _milliseconds(step: Step, cuda: bool, *, busy: bool = False) -> float:
         return 1e3 * (time.perf_counter() - start)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if busy:
-        torch.cuda._sleep(20_000_000)  # clock cycles: about 10 ms
+        torch.cuda._sleep(BUSY_CYCLES)
     begin.record()
     step()
     end.record()
@@ -183,6 +193,73 @@ def bench(args: argparse.Namespace) -> None:
                 append(facts | key | times | {"floor_ms": round(floor, 4), "times_floor": ratio}, args.output)
 
 
+def check_requirements(args: argparse.Namespace) -> bool:
+    """Measure ours and open_clip's at every batch, interleaved, and print whether each requirement holds."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype, dim = torch.bfloat16 if device == "cuda" else torch.float32, args.dims[0]
+    before, failures, total = stored_memory(args.output, dim), 0, 0
+    for batch in args.batches:
+        torch._dynamo.reset()  # every batch is compiled for its own shape
+        steps: dict[tuple[str, str], tuple[Case, Step]] = {}
+        for loss in ("infonce", "siglip", "fastclip-v3"):
+            for provider, build in providers(loss).items():
+                if provider.removeprefix("open_clip") in ("leanclip", "", *(() if args.quick else (" compiled",))):
+                    case = Case(loss, batch, dim, dtype, device)
+                    steps[loss, provider] = case, build(case)
+        calls = max(5, min(args.repeats, 2 * 10**11 // batch**2 // dim))
+        measured = interleaved(steps, calls)
+        ours = {loss: measured[loss, "leanclip"] for loss in ("infonce", "siglip", "fastclip-v3")}
+        checks = []  # what, the value, its limit
+        for kind in ("alone", "queued") if device == "cuda" else ("alone",):
+            for loss in ("infonce", "siglip"):
+                best = min(times[kind] for (name, provider), times in measured.items()
+                           if name == loss and provider != "leanclip")  # fmt: skip
+                checks.append((f"{loss} {kind}", ours[loss][kind], (1.15 if batch < 512 else 1.05) * best))
+            limit = (1.3 if batch <= 4096 else 1.1) * ours["infonce"][kind]
+            checks.append((f"fastclip-v3 {kind}", ours["fastclip-v3"][kind], limit))
+        if batch == 32768:
+            checks.append(("infonce alone, ms", ours["infonce"]["alone"], 7.9))
+        checks += [(f"{loss} MiB", ours[loss]["mib"], 1.1 * before[loss, batch])
+                   for loss in ours if (loss, batch) in before and ours[loss]["mib"]]  # fmt: skip
+        print(f"B={batch}, {calls} calls: " + ", ".join(
+            f"{loss} {provider} " + "/".join(f"{times[kind]:.3f}" for kind in ("alone", "queued") if kind in times)
+            for (loss, provider), times in measured.items()
+        ), flush=True)  # fmt: skip
+        for what, value, limit in checks:
+            print(f"    {'pass' if value <= limit else 'FAIL'}  {what:20s} {value:9.3f} of {limit:9.3f}", flush=True)
+        failures, total = failures + sum(value > limit for _, value, limit in checks), total + len(checks)
+    print(f"{total - failures} of {total} requirements hold")
+    return not failures
+
+
+def interleaved(steps: dict[tuple[str, str], tuple[Case, Step]], calls: int) -> dict[tuple[str, str], dict[str, Any]]:
+    """The median milliseconds of each step, alone and queued, and its MiB: one call of each after the other."""
+    times = {key: {"mib": extra_mib(*step), "alone": [], "queued": []} for key, step in steps.items()}
+    for number in range(calls):
+        for key, (case, step) in steps.items():
+            case.clear()
+            times[key]["alone"].append(_milliseconds(step, case.image.is_cuda))
+            if case.image.is_cuda and number % 2 == 0:
+                case.clear()
+                times[key]["queued"].append(_milliseconds(step, True, busy=True))
+            case.clear()
+    return {
+        key: {kind: statistics.median(value) if isinstance(value, list) else value
+              for kind, value in found.items() if value != []}
+        for key, found in times.items()
+    }  # fmt: skip
+
+
+def stored_memory(path: Path, dim: int) -> dict[tuple[str, int], float]:
+    """Our MiB in the stored results, by loss and batch, from 8,192 on."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["provider"] == "leanclip" and int(row["dim"]) == dim]
+    return {(row["loss"], int(row["batch"])): float(row["extra_mib"]) for row in rows
+            if row["extra_mib"] and int(row["batch"]) >= 8192}  # fmt: skip
+
+
 def _bench_one(
     loss: str, batch: int, dim: int, dtype: torch.dtype, device: str, provider: str,
     build: Callable[[Case], Step], repeats: int,
@@ -190,6 +267,7 @@ def _bench_one(
     """The measurements, empty values where memory did not suffice, or nothing where the provider cannot run."""
     try:
         case = Case(loss, batch, dim, dtype, device)
+        torch._dynamo.reset()
         return measure(case, build(case), repeats)
     except torch.cuda.OutOfMemoryError:
         print(f"{loss} {provider} B={batch} d={dim}: out of memory")
@@ -223,11 +301,14 @@ def append(row: dict[str, Any], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", nargs="+", default=["infonce", "siglip"], choices=sorted(OPERATIONS))
-    parser.add_argument("--batches", nargs="+", type=int, default=[4096, 8192, 16384, 32768, 65536, 131072, 262144])
+    parser.add_argument(
+        "--batches", nargs="+", type=int, help="default: 4096 to 262144, with --requirements 64 to 65536"
+    )
     parser.add_argument("--dims", nargs="+", type=int, default=[512])
     parser.add_argument("--providers", nargs="+", default=[], help="default: all that can be imported")
     parser.add_argument("--largest-for-baselines", type=int, default=65536)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, help="calls; default: 20, with --requirements 200")
+    parser.add_argument("--requirements", action="store_true", help="compare every batch with open_clip's losses")
     parser.add_argument("--output", type=Path, default=RESULTS / "loss.csv")
     parser.add_argument("--quick", action="store_true", help="small sizes, eager baselines, results not stored")
     parser.add_argument("--plot", action="store_true", help="draw the results to loss.svg beside them")
@@ -240,6 +321,11 @@ def main(arguments: list[str] | None = None) -> int:
     if args.quick:
         args.batches, args.dims, args.repeats = [256, 1024], [64], 3
         args.providers = ["leanclip", "open_clip", "leanclip tiled"]
+    args.repeats = args.repeats or (200 if args.requirements else 20)
+    if args.requirements:
+        args.batches = args.batches or REQUIRED_BATCHES
+        return 0 if check_requirements(args) or args.quick else 1
+    args.batches = args.batches or [2**power for power in range(12, 19)]
     bench(args)
     return 0
 

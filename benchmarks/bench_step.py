@@ -30,6 +30,7 @@ import torch
 
 import leanclip
 from leanclip.data import Batch
+from leanclip.losses.pair_weights import Mode as PairWeightsMode
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.planning.gpu_measurement import matrix_rate
@@ -152,12 +153,14 @@ def open_clip_step(case: Case, data: Data, *, compiled: bool) -> Step:
     return step
 
 
-def leanclip_step(case: Case, data: Data, loss_name: str, *, compiled: bool) -> Step:
+def leanclip_step(
+    case: Case, data: Data, loss_name: str, *, compiled: bool, pair_weights: PairWeightsMode = "off"
+) -> Step:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         model = create_model(ModelConfig(model=_model_file(case, Path(folder)))).to(data.device).train()
-    samples = None if loss_name == "infonce" else 100 * case.batch
-    loss = leanclip.create_loss(loss_name, num_samples=samples).to(data.device)
+    samples = None if loss_name == "infonce" and pair_weights == "off" else 100 * case.batch
+    loss = leanclip.create_loss(loss_name, num_samples=samples, pair_weights=pair_weights).to(data.device)
     loss.set_epoch(0, 1)
     optim = OptimConfig(lr=1e-5, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6)
     optimizer = create_optimizer(optim, [*weight_decay_groups(model, 0.1), *loss.param_groups()])

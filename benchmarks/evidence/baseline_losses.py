@@ -16,10 +16,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 import leanclip
+from leanclip.losses.disco_clip import disco_clip
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # of image and text embeddings and the scale
 
@@ -61,35 +61,6 @@ def open_clip(*, local: bool) -> Loss:
     return ClipLoss(local_loss=local, gather_with_grad=local, rank=rank(), world_size=size())
 
 
-class _Gathered(torch.autograd.Function):
-    """The rows of all ranks. Backward all-reduces the gradients of all rows; each rank keeps its part."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gathered = rows.new_empty(size() * len(rows), *rows.shape[1:])
-        dist.all_gather_into_tensor(gathered, rows.contiguous())
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient.chunk(size())[rank()]
-
-
-def disco() -> Loss:
-    """The part of the loss whose anchors are on this rank. DDP's average over ranks is the whole loss."""
-
-    def loss(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-        images, texts = (rows if size() == 1 else _Gathered.apply(rows) for rows in (image, text))
-        labels = torch.arange(len(image), device=image.device) + rank() * len(image)
-        return (
-            F.cross_entropy(scale * image @ texts.T, labels) + F.cross_entropy(scale * text @ images.T, labels)
-        ) / 2
-
-    return loss
-
-
 def inf_cl() -> Loss:
     from inf_cl import cal_inf_loss  # pyright: ignore[reportMissingImports]
 
@@ -101,7 +72,7 @@ def inf_cl() -> Loss:
 MAKERS: dict[str, Callable[[], Loss]] = {
     "undivided": lambda: open_clip(local=False),
     "local": lambda: open_clip(local=True),
-    "disco": disco,
+    "disco": lambda: disco_clip,
     "inf_cl": inf_cl,
 }
 

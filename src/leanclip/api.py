@@ -88,7 +88,7 @@ def train(
 def evaluate(
     model: str | Path | TrainedRun, config: EvaluationConfig | None = None, *, quiet: bool = True, **settings: Any
 ) -> list[SetResult]:
-    """Evaluate a model, as `leanclip evaluate` does: retrieval, zero-shot classification, CLIP_benchmark.
+    """Evaluate a model, as `leanclip evaluate` does: retrieval, zero-shot classification, CLIP_benchmark, DataComp.
 
     Args:
         model: a run, a checkpoint directory, an exported file, or an open_clip MODEL:TAG or MODEL:FILE.

@@ -24,6 +24,7 @@ from leanclip.evaluation import (
     retrieval_metrics,
 )
 from leanclip.evaluation.clip_benchmark import SuiteSet, run_suite, suite_sets
+from leanclip.evaluation.datacomp import datacomp_sets, with_means
 from leanclip.evaluation.held_out import open_held_out
 from leanclip.evaluation.labelled_sets import set_name, unused_name
 from leanclip.evaluation.results import SetResult
@@ -53,11 +54,11 @@ class EvaluationConfig:
     templates: str | None = common(None)
     """Prompts for class names: openai (80), simple (7), or a file with one per line, {} standing for the name.
     Default: those of the set, else openai for ImageNet and simple for others."""
-    suite: Literal["clip_benchmark"] | None = common(None)
-    """Run CLIP_benchmark on the checkpoint."""
+    suite: Literal["clip_benchmark", "datacomp"] | None = common(None)
+    """Run CLIP_benchmark on the checkpoint; datacomp: on DataComp's 38 sets, with its means and those of FastCLIP."""
     suite_data: tuple[str, ...] = common(())
-    """A WebDataset in CLIP_benchmark's layout, a folder of such, or NAME=ROOT for a data set that it knows.
-    Repeatable."""
+    """A WebDataset in CLIP_benchmark's layout, a folder of such, or NAME=ROOT for a data set that it knows; for
+    datacomp also its eval_results.jsonl. Repeatable."""
     csv_img_key: str | None = None
     """The column of a .csv or .tsv that holds image paths. Default: that of the run, else filepath."""
     csv_caption_key: str | None = None
@@ -81,7 +82,7 @@ class EvaluationConfig:
         if not 0 <= (self.workers or 0) <= MOST_WORKERS:
             raise ValueError(f"workers is {self.workers}; it must be from 0 to {MOST_WORKERS}")
         if self.suite_data and self.suite is None:
-            raise ValueError("--suite-data needs --suite clip_benchmark")
+            raise ValueError("--suite-data needs --suite clip_benchmark or datacomp")
 
     @property
     def names_data(self) -> bool:
@@ -92,6 +93,7 @@ class EvaluationSets(NamedTuple):
     retrieval: dict[str, Subset]
     zero_shot: list[tuple[LabelledSet, Prompts]]
     suite: list[SuiteSet]
+    collected: dict[str, SetResult]  # of DataComp's sets, by its own program
     notes: list[str]
 
 
@@ -137,11 +139,16 @@ def open_sets(config: EvaluationConfig, candidate: SavedModel) -> EvaluationSets
     if not retrieval and not labelled and not config.suite:
         message = "the run has no validation data; give --val-data, --zero-shot or --imagenet-val"
         raise UserError(message, code="evaluation.no_data")
+    if config.suite == "datacomp":
+        suite, collected = datacomp_sets(config.suite_data)
+    else:
+        suite, collected = suite_sets(config.suite_data) if config.suite else [], {}
     notes = [note, *(entry.note for entry in labelled if templates is None)]
     return EvaluationSets(
         retrieval,
         [(entry, prompts_for(entry, templates)) for entry in labelled],
-        suite_sets(config.suite_data) if config.suite else [],
+        suite,
+        collected,
         [note for note in notes if note],
     )
 
@@ -154,8 +161,14 @@ def evaluate_compared(
     baseline: SavedModel | None = None,
 ) -> tuple[list[SetResult], SavedModel | None]:
     """With the metrics of a baseline, by default the weights that the run started from; also returns which."""
-    results = evaluate_candidate(config, candidate, sets, console)
     other = baseline or (None if config.after_only else start_of(candidate))
+    if other is not None and sets.collected:
+        raise UserError(
+            f"the stored results in --suite-data are those of one model, and {other.label} would be evaluated, too;"
+            f" {'add --after-only' if baseline is None else 'leave out --baseline'}",
+            code="suite.one_model",
+        )
+    results = evaluate_candidate(config, candidate, sets, console)
     if other is None:
         return results, None
     metrics = {result.name: result.metrics for result in evaluate_candidate(config, other, sets, console)}
@@ -201,8 +214,9 @@ def evaluate_candidate(
                 SetResult(name=classified.name, kind="zero-shot", metrics=metrics, classified=classified, notes=notes)
             )
     del model
+    suite: list[SetResult] = []
     if sets.suite:
-        results += run_suite(
+        suite = run_suite(
             sets.suite,
             model=candidate.model,
             pretrained=candidate.pretrained,
@@ -213,7 +227,7 @@ def evaluate_candidate(
             quiet=not console.is_terminal,
             report=console.print,
         )
-    return results
+    return results + (with_means(suite, sets.collected) if config.suite == "datacomp" else suite)
 
 
 def _retrieve(model: TwoTower, name: str, subset: Subset, settings: EvaluationSettings) -> SetResult:

@@ -20,7 +20,11 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("batch", [127, 1000])
-def test_every_implementation_agrees_with_float64(batch):
+@pytest.mark.parametrize("dense_pairs", [0, 2**24])
+def test_every_implementation_agrees_with_float64(batch, dense_pairs, monkeypatch):
+    from leanclip.ops.triton import launch
+
+    monkeypatch.setattr(launch, "DENSE_PAIRS", dense_pairs)
     checks = list(check_implementations(list(leanclip.LOSSES), device=torch.device("cuda"), batch=batch, dim=96))
     assert {check.implementation for check in checks} == {"tiled", "triton"}
     assert [check for check in checks if not check.passed] == []
@@ -57,7 +61,7 @@ def test_fifty_calls_never_wait(name, dtype, no_waiting):
 
 
 def test_a_training_step_waits_once(no_waiting):
-    """For the finite check, and nowhere else."""
+    """For the finite check, and nowhere else. Captions are packed from lengths on the host, as a run's are."""
     model = create_model(ModelConfig(model="leanclip-tiny")).cuda()
     loss = leanclip.create_loss("fastclip-v3", num_samples=1000).cuda()
     loss.set_epoch(0, 1)
@@ -71,15 +75,17 @@ def test_a_training_step_waits_once(no_waiting):
         autocast=torch.autocast("cuda", torch.bfloat16),
         grad_clip_norm=1.0,
     )
+    assert model.end_of_text is not None
+    tokens = model.tokenizer(["a cat"] * 64)
     host = Batch(
         images=torch.randn(64, 3, 32, 32).pin_memory(),
-        tokens=model.tokenizer(["a cat"] * 64).pin_memory(),
+        tokens=tokens.pin_memory(),
         sample_ids=torch.arange(64).pin_memory(),
+        lengths=model.end_of_text(tokens),
     )
 
     def step() -> None:
-        batch = host.to(torch.device("cuda"))
-        training_step(context, batch)
+        training_step(context, host.to(torch.device("cuda")).pack(model.texts))
 
     step()
     step()

@@ -15,6 +15,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 CASES = small_cases() + large_cases(every=True)
 
 
+@pytest.fixture(params=["dense", "fused"])
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in small and as in large batches."""
+    from leanclip.ops.triton import launch
+
+    monkeypatch.setattr(launch, "DENSE_PAIRS", 2**24 if request.param == "dense" else 0)
+
+
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_accuracy(case: Case):
     check(_triton(torch.bfloat16), case, torch.bfloat16, "cuda")
@@ -30,6 +39,7 @@ def test_accuracy_of_tiled(case: Case, dtype: torch.dtype):
     check(tiled, case, dtype, "cuda")
 
 
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("case", CASES[:30], ids=str)
 def test_float16_gets_gradients_in_the_precision_of_bfloat16(case: Case):
     """Weights exceed float16's range, so they are stored in bfloat16, whose ulp is 8 times larger."""
@@ -39,6 +49,7 @@ def test_float16_gets_gradients_in_the_precision_of_bfloat16(case: Case):
 def test_several_panels_and_blocks(monkeypatch: pytest.MonkeyPatch):
     from leanclip.ops.triton import launch
 
+    monkeypatch.setattr(launch, "DENSE_PAIRS", 0)
     monkeypatch.setattr(launch, "PARTIAL_BYTES", 1 << 14)
     monkeypatch.setattr(launch, "WEIGHT_BYTES", 1 << 18)
     for case in CASES:
@@ -46,6 +57,7 @@ def test_several_panels_and_blocks(monkeypatch: pytest.MonkeyPatch):
             check(launch, case, torch.bfloat16, "cuda")
 
 
+@pytest.mark.usefixtures("size")
 def test_results_are_the_same_every_time():
     inputs = Inputs.of(CASES[-1], torch.bfloat16, "cuda")
     first, second = (outputs(_triton(torch.bfloat16), inputs, torch.bfloat16, torch.float32) for _ in range(2))
@@ -53,6 +65,7 @@ def test_results_are_the_same_every_time():
         assert torch.equal(value, second[name]), name
 
 
+@pytest.mark.usefixtures("size")
 def test_nothing_waits_for_the_device():
     embeddings = torch.nn.functional.normalize(torch.randn(512, 64, device="cuda"), dim=1).bfloat16()
     scale, weight = torch.tensor(20.0, device="cuda"), torch.full((512,), -9.0, device="cuda")
@@ -75,6 +88,7 @@ def test_nothing_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.usefixtures("size")
 def test_a_thread_of_its_own():
     """As autograd's: nothing has bound the device to it yet."""
     inputs = Inputs.of(square(256, 64, 0.07), torch.bfloat16, "cuda")

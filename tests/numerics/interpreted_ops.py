@@ -14,13 +14,16 @@ SLACK = 16  # the kernels' forms round to about 1e-6 relative, far under what 16
 
 
 @pytest.mark.parametrize("case", [case for case in small_cases() if case.rows < 127 or case.tau == 0.07], ids=str)
-def test_accuracy(case: Case):
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "fused"])
+def test_accuracy(case: Case, dense: bool, monkeypatch: pytest.MonkeyPatch):
     """At small temperatures sums vanish, too: antipodal embeddings are all below the reference."""
+    monkeypatch.setattr(launch, "DENSE_PAIRS", 2**24 if dense else 0)
     check(launch, case, torch.float32, slack=SLACK)
 
 
 @pytest.mark.parametrize("case", small_cases()[10:13], ids=str)
 def test_several_panels_and_blocks(case: Case, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "DENSE_PAIRS", 0)
     monkeypatch.setattr(launch, "PARTIAL_BYTES", 1024)
     monkeypatch.setattr(launch, "WEIGHT_BYTES", 8192)
     check(launch, case, torch.float32, slack=SLACK)

@@ -11,13 +11,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from leanclip.ops import Pairs, Sigmoid, Terms, available, implementation
+from leanclip.ops import (
+    AnchorForm,
+    Estimates,
+    Gradients,
+    Pairs,
+    Pairwise,
+    Sigmoid,
+    Statistics,
+    StoredTemperature,
+    Terms,
+    available,
+    implementation,
+)
 from refusal import refuses
 
 triton = pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("kernels", ["ops", "attention"])
+@pytest.mark.parametrize("kernels", ["ops", "losses", "attention"])
 def test_the_kernels_pass_in_the_interpreter(kernels: str):
     path = Path(__file__).with_name(f"interpreted_{kernels}.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", str(path)]
@@ -34,9 +46,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch):
     from triton.compiler import ASTSource
 
     from leanclip.ops import products
-    from leanclip.ops.triton import launch
+    from leanclip.ops.triton import launch, scalars
 
-    def compile_for(capability: int, compute: Any) -> list[Any]:
+    def compile_for(capability: int, compute: Any, dense: bool) -> list[Any]:
         kernels = []
 
         def record(function: Any, grid: Any, arguments: tuple[Any, ...], constants: Any, options: Any) -> None:
@@ -53,11 +65,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch):
             target = GPUTarget("cuda", capability, 32)
             kernels.append(triton.compile(source, target=target, options=options))
 
-        monkeypatch.setattr(launch, "run", record)
+        for module in (launch, scalars):
+            monkeypatch.setattr(module, "run", record)
+        monkeypatch.setattr(launch, "DENSE_PAIRS", 2**24 if dense else 0)
         monkeypatch.setattr(launch, "_num_processors", lambda device: 100)
-        monkeypatch.setattr(launch._Launch, "device", lambda self: torch.no_grad())
-        monkeypatch.setattr(launch._Launch, "of", lambda pairs: launch._Launch(pairs, capability))
-        monkeypatch.setattr(products, "accumulate", lambda *args, **more: None)
+        monkeypatch.setattr(launch._Launch, "of", lambda pairs: launch._Launch(pairs, capability, dense))
+        for product in ("accumulate", "similarities"):
+            monkeypatch.setattr(products, product, lambda *args, **more: None)
         compute(launch)
         return kernels
 
@@ -65,9 +79,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch):
 
 
 def _type_name(argument: Any) -> str:
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64"}
-    if isinstance(argument, int):
-        return "i32"
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.float64: "fp64"}
+    if isinstance(argument, int | float):
+        return "i32" if isinstance(argument, int) else "fp32"
     if isinstance(argument, Tensor):
         return f"*{names[argument.dtype]}"
     return f"tensordesc<{names[argument.base.dtype]}{argument.block_shape}>".replace(" ", "")
@@ -96,17 +110,36 @@ def _weighted_siglip(launch: Any) -> None:
     launch.pairwise(Pairs(rows=EMBEDDINGS, cols=EMBEDDINGS), sigmoid, LOG_WEIGHT)
 
 
+def _scalars(launch: Any) -> None:
+    from leanclip.ops.triton import scalars
+
+    stored, ids = StoredTemperature(SCALE, True, (0.0, 4.6), SCALE, 3.5, 0.3), torch.arange(512)
+    prepared = scalars.prepare(EMBEDDINGS, EMBEDDINGS, stored, ids=ids)
+    by_side, shares = Statistics(LOG_WEIGHT, LOG_WEIGHT), torch.ones(2, dtype=torch.float64)
+    estimates = Estimates(shares, LOG_WEIGHT, LOG_WEIGHT, torch.tensor(3), update=True)
+    form = AnchorForm(decoupled=False, times_tau=True, weight_by_tau=True, slope="published")
+    scalars.anchors(prepared, by_side, by_side, form, estimates)
+    prepared = scalars.prepare(EMBEDDINGS, EMBEDDINGS, stored._replace(previous=None), bias=SCALE)
+    scalars.sigmoid_sums(prepared, Pairwise(LOG_WEIGHT, LOG_WEIGHT, LOG_WEIGHT, Gradients(None, None)))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_scalar_kernels_compile(compiled: Any, capability: int):
+    names = [kernel.metadata.name for kernel in compiled(capability, _scalars, True)]
+    assert names == ["prepare_kernel", "anchors_kernel", "prepare_kernel", "sigmoid_sums_kernel"]
+
+
 @pytest.mark.parametrize("compute", [_infonce, _own_temperatures, _siglip, _weighted_siglip])
-@pytest.mark.parametrize("capability", [80, 86, 89, 90])
-def test_the_kernels_compile_within_shared_memory(compiled: Any, capability: int, compute: Any):
+@pytest.mark.parametrize(("capability", "dense"), [(80, False), (86, False), (89, True), (90, False), (90, True)])
+def test_the_kernels_compile_within_shared_memory(compiled: Any, capability: int, dense: bool, compute: Any):
     from leanclip.ops.triton.configs import SHARED_MEMORY
 
-    kernels = compiled(capability, compute)
+    kernels = compiled(capability, compute, dense)
     assert kernels
     for kernel in kernels:
         assert kernel.metadata.shared <= SHARED_MEMORY[capability], kernel.metadata.name
         matrix_unit = "wgmma" if capability >= 90 else "mma.sync"
-        if kernel.metadata.name not in ("largest_norms", "finish"):
+        if kernel.metadata.name not in ("largest_norms", "finish", "dense_statistics"):
             assert re.search(matrix_unit, kernel.asm["ptx"]), f"{kernel.metadata.name} does without {matrix_unit}"
 
 

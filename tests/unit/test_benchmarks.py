@@ -22,6 +22,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
             "bench_end_to_end.py", [], ["loader alone", "training", "of the smaller"], marks=pytest.mark.slow
         ),
         pytest.param("bench_plan.py", [], ["TFLOP/s", "predicted_gib"], marks=pytest.mark.slow),
+        ("bench_pair_weights.py", [], ["siglip alone", "step, tiny", "ratio"]),
+        ("bench_locked_towers.py", [], ["heads", "lit", "share_of_resident"]),
         ("bench_search.py", [], ["exact", "approximate", "embed", "100 million"]),
         ("bench_data.py", [], ["256 px          leanclip", "open_clip", "cat", "MB/s", "bytes per sample"]),
         pytest.param(

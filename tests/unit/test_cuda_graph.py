@@ -106,6 +106,40 @@ def test_graphed_steps_equal_eager_ones(name, hyper):
     assert torch.allclose(found, right, rtol=1e-9)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["infonce", "siglip", "fastclip-v1", "fastclip-v3"])
+def test_steps_on_features_are_graphed_whatever_the_towers(name, packed):
+    """Of both towers, or of the image tower beside packed captions; a skipped step is undone."""
+    results = []
+    for graphed in (True, False):
+        model = model_of(*FAMILIES["clip" if packed else "timm"]).double().train()
+        model.lock_image()
+        loss = leanclip.create_loss(name, num_samples=SAMPLES, pair_weights="learned").double()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.SGD([*trained, *loss.parameters()], lr=0.05)
+        autocast, fake = torch.autocast("cpu", enabled=False), FakeGraph(loss)
+        graphs = CudaGraphs(model, autocast, fake) if graphed else None
+        context = StepContext(towers=model, loss=loss, optimizer=optimizer, global_batch=BATCH, cuda_graphs=graphs)
+        draw, losses = torch.Generator().manual_seed(3), []
+        widths = model.image_features(torch.zeros(1, 3, 32, 32, dtype=torch.float64)).shape[1], 16
+        for step in range(WARM_UP + 6):
+            images, texts = (torch.randn(BATCH, width, generator=draw).half() for width in widths)
+            images[0, 0] = torch.nan if step == WARM_UP + 3 else 0
+            tokens = captions(longest=9) if packed else texts
+            ids = torch.randperm(SAMPLES, generator=draw)[:BATCH]
+            batch = Batch(images=images, tokens=tokens, sample_ids=ids)
+            loss.set_epoch(step / 3, 7)
+            result = training_step(context, batch.pack(model.texts))
+            assert result.skipped == (step == WARM_UP + 3)
+            losses.append(float("nan") if result.skipped else float(result.loss))
+        assert graphs is None or len(graphs.graphs) == 1
+        results.append((losses, [*trained, *loss.buffers()]))
+    (found, state), (right, expected) = results
+    assert found == pytest.approx(right, rel=1e-9, nan_ok=True)
+    for value, other in zip(state, expected, strict=True):
+        assert torch.allclose(value, other, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+
 def test_tables_that_moved_are_captured_again():
     """A graph contains their addresses."""
     model = model_of(*FAMILIES["clip"]).train()

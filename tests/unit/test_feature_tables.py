@@ -1,8 +1,8 @@
 """Features of locked towers, computed once: the same training as with towers that run in every step."""
 
+import gc
 import json
 import pickle
-import random
 import re
 from dataclasses import replace
 
@@ -14,9 +14,11 @@ from checkpoint_runs import train as train_any
 from shard_files import sound, write_shard
 
 from leanclip.data import BrokenSample
+from leanclip.data.order import caption_draws
+from leanclip.data.source import pick
 from leanclip.evaluation import EvaluationSettings, embed
 from leanclip.features.locked_towers import count_captions
-from leanclip.features.table import FeatureTable
+from leanclip.features.table import FeatureTable, copy_to_gpu
 
 NAMES = ("uncached", "cached", "fewer")
 WEIGHTS = []
@@ -62,6 +64,7 @@ def test_cached_equals_uncached_while_there_is_a_view_for_every_epoch(tmp_path, 
         folder = tmp_path / name
         folder.mkdir()
         options = lock | views | {"train_data": data, "global_batch_size": 16, "max_broken": 0.5, "max_steps": 9}
+        options |= {"caption_weights_key": "weights"} if broken else {}
         assert train(folder, **options) == 0
         results.append(losses(folder))
     uncached, cached, fewer = map(np.array, results)
@@ -87,6 +90,22 @@ def test_a_second_run_reads_the_features_and_other_weights_get_their_own(tmp_pat
     assert train(tmp_path, **options, overwrite=True, pretrained=tmp_path / "logs/other") == 0
     assert "features of the text tower, training data: computed in" in capsys.readouterr().out
     assert len(list((tmp_path / "cache/features").iterdir())) == 2
+    write_shard(data, sound(48, start=1))
+    assert train(tmp_path, **options, overwrite=True) == 0
+    assert "features of the text tower, training data: computed in" in capsys.readouterr().out
+
+
+def test_runs_in_one_process_leave_nothing_behind(tmp_path):
+    """No table, of which one may lie on a GPU, and no state that changes the next run."""
+    options = {"train_data": shard(tmp_path), "global_batch_size": 16, "lock_image": True, "lock_text": True,
+               "cache_locked": 2, "max_steps": 5, "overwrite": True}  # fmt: skip
+    results = []
+    for seed in (0, 1, 0):
+        assert train(tmp_path, **options, seed=seed) == 0
+        results.append(losses(tmp_path))
+        gc.collect()
+        assert not [table for table in gc.get_objects() if isinstance(table, FeatureTable)]
+    assert results[0] == results[2] != results[1]
 
 
 def test_two_runs_that_begin_together_fill_one_table(tmp_path, monkeypatch):
@@ -163,12 +182,65 @@ def test_rows_of_a_table(tmp_path):
     table.mark_broken(1, "image", "no pixels")
     copy = pickle.loads(pickle.dumps(table))
     assert copy.missing().size == 0
-    assert [copy.view(2, number)[0] for number in range(4)] == [6, 9, 12, 6]
-    assert {float(copy.draw(2, random.Random(seed))[0]) for seed in range(20)} == {6}  # the only one with a weight
+    ids = np.full((2, 2), 2)
+    np.testing.assert_array_equal(copy.views(ids, np.arange(4).reshape(2, 2)), [[2, 3], [4, 2]])
+    np.testing.assert_array_equal(
+        copy.drawn(ids, np.array([[0, 0.3], [0.6, 0.999]])), 2
+    )  # the only one with a weight
+    np.testing.assert_array_equal(copy.take(np.array([[4, 0]])), rows[[[4, 0]]])
+    np.testing.assert_array_equal(copy.broken(np.array([[0, 1, 2]])), [[False, True, False]])
     with pytest.raises(BrokenSample, match="no pixels") as raised:
-        copy.view(1, 0)
+        copy.rows(1)
     assert raised.value.kind == "image"
     np.testing.assert_array_equal(np.load(tmp_path / "t/features.npy"), rows)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_caption_of_a_table_is_drawn_as_one_of_the_source(tmp_path, weighted):
+    rng = np.random.default_rng(3)
+    counts = rng.integers(1, 6, 200)
+    first = np.concatenate([[0], counts.cumsum()])
+    weights = rng.integers(0, 3, first[-1]) + np.isin(np.arange(first[-1]), first) if weighted else None
+    table = FeatureTable.create(tmp_path / "t", first, 2, {}, weights)
+    ids = rng.integers(0, 200, (30, 16))
+    draws = caption_draws(7, 2, ids, np.zeros_like(ids))
+    assert draws.min() >= 0 and draws.max() < 1 and abs(draws.mean() - 0.5) < 0.1
+    for index, draw, row in zip(ids.ravel(), draws.ravel(), table.drawn(ids, draws).ravel(), strict=True):
+        own = None if weights is None else weights[first[index] : first[index + 1]].tolist()
+        assert row == first[index] + pick(int(counts[index]), own, float(draw))
+    others = [caption_draws(*key, ids, np.full_like(ids, copy)) for *key, copy in ((7, 3, 0), (8, 2, 0), (7, 2, 1))]
+    assert all(abs(np.corrcoef(draws.ravel(), other.ravel())[0, 1]) < 0.2 for other in others)
+
+
+@pytest.mark.parametrize("locked", [{"lock_image"}, {"lock_text"}, {"lock_image", "lock_text"}])
+def test_batches_of_row_numbers_become_the_same_features(tmp_path, monkeypatch, locked):
+    """As on a GPU, whose memory holds the tables; chunks of batches and single ones are the same."""
+    options = {"train_data": str(shard(tmp_path, broken=True)), "global_batch_size": 7, "cache_locked": 2,
+               "pretrained": str(WEIGHTS[0]), "tau": 0.05, "workers": 1} | dict.fromkeys(locked, True)  # fmt: skip
+    mapped, copied = (job_of(tmp_path, **options) for _ in range(2))
+    expected = [mapped.pack(batch) for epoch in range(2) for batch in mapped.loader.epoch(epoch)]
+    for table in copied.features:
+        if isinstance(table, FeatureTable):
+            table.copy_to(torch.device("cpu"))
+    monkeypatch.setattr("leanclip.data.loader.CHUNK", 1)
+    batches = [batch for epoch in range(2) for batch in copied.loader.epoch(epoch)]
+    assert len(batches) == len(expected) == 12 and sum(sum(batch.broken.values()) for batch in batches) > 1
+    for batch, right in zip(batches, expected, strict=True):
+        sides = {"lock_image": batch.images, "lock_text": batch.tokens}
+        assert all(sides[name].shape == (7,) for name in locked)  # row numbers
+        gathered = copied.pack(batch)
+        assert torch.equal(gathered.images, right.images) and torch.equal(gathered.tokens, right.tokens)
+        assert torch.equal(batch.sample_ids, right.sample_ids) and batch.broken == right.broken
+        assert batch.examples == right.examples
+
+
+def test_tables_are_copied_to_a_gpu_as_far_as_a_quarter_of_its_memory_goes(tmp_path, monkeypatch):
+    tables = [FeatureTable.create(tmp_path / f"{rows}", np.arange(rows + 1), 50, {}) for rows in (10, 8, 5)]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * 1599, 10**9))
+    monkeypatch.setattr(FeatureTable, "copy_to", lambda table, device: copied.append(len(table.features)))
+    copied = []
+    copy_to_gpu([None, *tables], torch.device("cuda"))
+    assert copied == [10, 5]
 
 
 @pytest.mark.parametrize(

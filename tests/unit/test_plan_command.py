@@ -50,6 +50,24 @@ def test_the_printed_command(capsys, small_model):
     assert not any(flag in command for flag in ("--gpus", "--gpu ", "--samples", "--network", "--compare", "25gbe"))
 
 
+@pytest.mark.parametrize("locked", [(), ("--lock-image",), ("--lock-text",), ("--lock-image", "--lock-text")])
+def test_a_plan_with_locked_towers_says_the_size_of_their_features(capsys, small_model, locked):
+    """And plans a step that reads them."""
+    flags = ("--model", small_model, "--gpu", "A10", "--samples", "40K", "--compile", "off", "--loss", "infonce")
+    flags += ("--global-batch-size", "2048")
+    _, whole, _ = plan(capsys, *flags)
+    code, out, _ = plan(capsys, *flags, *locked, "--cache-locked", "3")
+    images, texts = f"{2 * 40_000 * 3 * 128 / 2**20:,.1f} MiB for 3 views", f"{2 * 64 / 2**10:,.1f} KiB for each"
+    assert code == 0
+    assert (images in out, texts in out) == ("--lock-image" in locked, "--lock-text" in locked)
+    share = activations(out) / activations(whole)
+    assert share < 0.1 if len(locked) == 2 else share < 0.9 if locked else share == 1
+
+
+def activations(shown):
+    return float(next(line for line in shown.splitlines() if "activations" in line).split("│")[2])
+
+
 def test_the_command_starts_as_many_processes_as_planned(capsys, small_model):
     flags = ("--model", small_model, "--gpus", "12", "--gpu", "A10", "--samples", "40K", "--compile", "off")
     _, out, _ = plan(capsys, *flags, "--global-batch-size", "1200", "--grad-checkpointing", "1")

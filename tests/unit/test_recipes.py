@@ -1,6 +1,7 @@
 """Every recipe parses, fits its loss, holds the published numbers and says in its header what it is."""
 
 import json
+import math
 from dataclasses import asdict
 
 import pytest
@@ -8,7 +9,7 @@ from safetensors.torch import load_file
 from shard_files import exit_code
 
 from leanclip.cli import main
-from leanclip.config import override
+from leanclip.config import load_toml, override
 from leanclip.data.datasets import BUNDLED
 from leanclip.losses import loss_from_config
 from leanclip.recipes import DIRECTORY, list_recipes, load_recipe
@@ -58,12 +59,12 @@ def header(name: str) -> list[str]:
 
 def test_every_published_setting_has_its_recipe():
     assert set(PUBLISHED_NAMES) == set(RESULTS)
-    assert {"small", "finetune", "lit", "heads", "lora"} <= set(NAMES)
+    assert {"small", "finetune", "lit", "heads", "lora", "disco-clip-32k", "disco-clip-196k"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "demo"])
 def test_recipe_fits_its_loss(name):
-    config = fill(override(TrainConfig(), load_recipe(name), f"recipe {name}"), samples=3_000_000)
+    config = fill(override(TrainConfig(), load_recipe(name), f"recipe {name}"), samples=30_000_000)
     loss = loss_from_config(config.run.loss, config.loss, num_samples=10)
     family = name.split("/")[0]
     assert "/" not in name or loss.name == {"openclip": "infonce"}.get(family, family)
@@ -175,6 +176,42 @@ FINE_TUNING = {  # by recipe: the code without weights, and which trunks are tra
     "heads": ("model.locked_without_weights", set()),
     "lora": ("lora.without_weights", {"image", "text"}),
 }
+
+
+STAND_INS = {  # in place of a recipe's model, data and length
+    "model": "leanclip-tiny", "train_data": BUNDLED / "val-000000.tar", "global_batch_size": 20, "max_steps": 2,
+    "warmup": 1, "workers": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in (*NAMES, "demo") if name not in FINE_TUNING])
+def test_two_steps_on_stand_ins(name, tmp_path):
+    """With every other value of the recipe."""
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in STAND_INS.items()]
+    flags += ["--device", "cpu", "--threads", "1", "--logs", str(tmp_path), "--name", "run"]
+    assert exit_code("train", "--recipe", name, *flags) == 0
+    records = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    losses = {record["step"]: record["loss"] for record in records if "loss" in record}
+    assert math.isfinite(losses[2])
+    kept = {key: value for key, value in load_recipe(name).items() if key not in STAND_INS}
+    assert kept.items() <= load_toml(tmp_path / "run/config.toml").items()
+
+
+@pytest.mark.parametrize(("name", "gpus", "share"), [("disco-clip-32k", 8, 4096), ("disco-clip-196k", 64, 3072)])
+def test_batches_of_disco_clip(name, gpus, share, small_run, tmp_path):
+    """As many as the abstract says on as many GPUs; the image tower can start from weights."""
+    values, lines = load_recipe(name), header(name)
+    assert values["loss"] == "infonce" and values["model"] == "ViT-B-32"
+    assert values["global_batch_size"] == gpus * share and f" {gpus} GPUs of 40 GB, {share:,} each" in lines[2]
+    weights = small_run / "checkpoints/last/open_clip_model.safetensors"
+    flags = ["--model", small_run.parent / "small.json", "--pretrained-image", weights, "--lr-image", "5e-5"]
+    flags += ["--train-data", BUNDLED / "val-000000.tar", "--global-batch-size", 20, "--device", "cpu"]
+    flags += ["--max-steps", 2, "--warmup", 1, "--workers", 0, "--threads", 1, "--seed", 1]
+    assert exit_code("train", "--recipe", name, *flags, "--logs", tmp_path, "--name", "run") == 0
+    before, after = load_file(weights), load_file(tmp_path / "run/checkpoints/last/open_clip_model.safetensors")
+    change = {key: float((after[key] - before[key]).norm() / before[key].norm()) for key in
+              ("visual.conv1.weight", "token_embedding.weight")}  # fmt: skip
+    assert change["visual.conv1.weight"] < 0.1 < 0.5 < change["token_embedding.weight"]
 
 
 @pytest.mark.parametrize("name", FINE_TUNING)

@@ -16,6 +16,7 @@ from test_cli_errors import refusal
 import leanclip
 from leanclip.data.datasets import BUNDLED
 from leanclip.models import ModelConfig, create_model, load_model
+from leanclip.models.text_length import MOST_BUCKETS
 from refusal import refusal_code, refuses
 
 TEXTS = ["a cat", "two", "a red dog a red dog", ""]
@@ -96,6 +97,30 @@ def test_texts_of_transformers_run_at_the_length_of_the_longest(bert, timm_weigh
         trimmed, padded = model.encode_text(tokens), model.clip.encode_text(tokens, normalize=True)
     assert torch.allclose(trimmed, padded, atol=1e-5)
     assert lengths == [8, tokens.shape[1]] and model.padding_reason is None
+
+
+def test_texts_of_transformers_run_in_buckets_of_similar_length(bert, timm_weights):
+    model = towers(bert, timm_weights).double().eval()
+    texts = [("cat " * (40 if number % 7 == 3 else 1 + number % 5)).strip() for number in range(60)]
+    tokens, shapes = model.tokenizer(texts), []
+    model.clip.text.transformer.embeddings.register_forward_hook(lambda _, __, out: shapes.append(out.shape[:2]))
+
+    def results(buckets):
+        model.buckets = buckets
+        model.zero_grad()
+        embeddings = model.encode_text(tokens)
+        (embeddings * torch.arange(60.0)[:, None]).sin().sum().backward()
+        return [
+            embeddings,
+            *(parameter.grad for parameter in model.clip.text.parameters() if parameter.grad is not None),
+        ]
+
+    for bucketed, padded in zip(results(True), results(False), strict=True):
+        assert torch.allclose(bucketed, padded, rtol=1e-5, atol=1e-9)
+    *divided, whole = shapes
+    assert 2 <= len(divided) <= MOST_BUCKETS and sum(rows for rows, _ in divided) == whole[0] == 60
+    assert sum(rows * width for rows, width in divided) < 0.5 * 60 * whole[1]
+    assert isinstance(model.texts(model.tokenizer(TEXTS)), torch.Tensor)  # so few that it does not pay
 
 
 # Runs where leanclip is never imported, after the source of the text tower is gone.

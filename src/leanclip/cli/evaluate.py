@@ -11,7 +11,7 @@ from rich.table import Table
 from leanclip.cli.parse import parse
 from leanclip.distributed import Ranks
 from leanclip.evaluation import summary
-from leanclip.evaluation.results import SetResult, as_csv, as_json, retrieval_rows, zero_shot_rows
+from leanclip.evaluation.results import SetResult, as_csv, as_json, datacomp_rows, retrieval_rows, zero_shot_rows
 from leanclip.evaluation_run import (
     EvaluationConfig,
     evaluate_compared,
@@ -125,15 +125,19 @@ def plot_path(command: EvaluateCommand, candidate: SavedModel) -> Path | None:
     return None if run is None else run.path / "interpolation.svg"
 
 
-def show(console: Console, title: str, results: Sequence[SetResult]) -> None:
-    """Two tables; the column that says which weights are meant is left out if all are the model's."""
-    retrieval, zero_shot = retrieval_rows(results), zero_shot_rows(results)
-    if retrieval:
-        headings = ("retrieval", "direction", "weights", "recall@1", "recall@5", "recall@10", "median rank")
-        console.print(_table(title, headings, retrieval, left=3))
-    if zero_shot:
-        headings = ("zero-shot", "images", "weights", "top-1", "top-5", "mean per class", "chance")
-        console.print(_table(None if retrieval else title, headings, zero_shot, left=1))
+def show(console: Console, title: str | None, results: Sequence[SetResult]) -> None:
+    """One table of each kind; the column that says which weights are meant is left out if all are the model's."""
+    retrieval = ("retrieval", "direction", "weights", "recall@1", "recall@5", "recall@10", "median rank")
+    zero_shot = ("zero-shot", "images", "weights", "top-1", "top-5", "mean per class", "chance")
+    tables = (
+        (retrieval, retrieval_rows(results), 3),
+        (zero_shot, zero_shot_rows(results), 1),
+        (("DataComp", "metric", "weights", "value"), datacomp_rows(results), 3),
+    )
+    for headings, rows, left in tables:
+        if rows:
+            console.print(_table(title, headings, rows, left=left))
+            title = None
 
 
 def show_classes(console: Console, results: Sequence[SetResult]) -> None:
@@ -154,7 +158,7 @@ def _notes(result: SetResult) -> tuple[str, ...]:
         return result.notes
     if result.classified is not None:
         return summary(result.classified), *result.notes
-    if result.by != "leanclip":
+    if (result.kind, result.by) != ("retrieval", "leanclip"):
         return result.notes
     recall = (
         f"{result.name}: held-out text-to-image recall@10 {result.metrics['text_to_image_recall@10']:.1%} of"

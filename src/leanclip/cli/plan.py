@@ -12,6 +12,7 @@ from rich.table import Table
 from leanclip.cli.parse import parse
 from leanclip.distributed import compare_traffic
 from leanclip.errors import UserError, first_line
+from leanclip.features.locked_towers import table_sizes
 from leanclip.losses import loss_from_config
 from leanclip.losses.registry import spec_of
 from leanclip.models import model_config_of
@@ -249,6 +250,10 @@ def lines(option: Option, planner: Planner) -> list[str]:
         f"the run:       {steps:,} steps ({config.run.epochs} epochs): {duration(seconds)},"
         f" {duration(seconds * ranks, of='GPU ')}",
     ]
+    if option.step.feature_sizes != (None, None):
+        size = table_sizes(*option.step.feature_sizes, samples=planner.samples, views=config.data.cache_locked or 0)
+        where = "on disk and, where they fit into a quarter of it, in each GPU's memory"
+        texts.append(f"features:      {size}, {where}")
     if ranks > 1:
         loss = compare_traffic(option.step.sent, ranks=ranks).leanclip
         gradients = 2 * option.step.trained_bytes * (ranks - 1) / ranks

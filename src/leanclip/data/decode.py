@@ -12,7 +12,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -48,16 +48,30 @@ class Preprocess(Protocol):
 
 
 class FeatureRows(Protocol):
-    """A table of features by sample id. A sample that could not be read raises BrokenSample."""
+    """A table of features by sample id. `rows` of a sample that could not be read raises BrokenSample.
+
+    Views, or draws of captions, of many visits become row numbers; `take` gives what a batch holds of them: their
+    features, or the numbers themselves where the table lies on the compute device, for `gather` to read them there.
+    `quick`: reading rows needs no worker processes.
+    """
 
     @property
     def dim(self) -> int: ...
 
-    def view(self, index: int, number: int) -> np.ndarray: ...
-
-    def draw(self, index: int, rng: random.Random) -> np.ndarray: ...
+    @property
+    def quick(self) -> bool: ...
 
     def rows(self, index: int) -> np.ndarray: ...
+
+    def broken(self, ids: np.ndarray) -> np.ndarray: ...
+
+    def views(self, ids: np.ndarray, visits: np.ndarray) -> np.ndarray: ...
+
+    def drawn(self, ids: np.ndarray, draws: np.ndarray) -> np.ndarray: ...
+
+    def take(self, numbers: np.ndarray) -> Tensor: ...
+
+    def gather(self, taken: Tensor) -> Tensor: ...
 
 
 class Features(NamedTuple):
@@ -206,34 +220,10 @@ def decode_image(source: Source, index: int) -> Image.Image:
         return _to_rgb(open_image(content))
 
 
-def training_sample(
-    source: Source,
-    index: int,
-    transform: Transform,
-    *,
-    seed: int,
-    visit: int = 0,
-    features: Features = NO_FEATURES,
-    captions_of: int | None = None,
-) -> tuple[Tensor, Any]:
-    """The augmented image and one caption: a pure function of the index and the seed.
-
-    The features of a locked tower take the place of either: those of the visit's view, and of the same caption.
-    """
-    rng, (images, texts) = random.Random(seed), features
-    owner = index if captions_of is None else captions_of
-    caption = source.caption(owner, rng) if texts is None else torch.from_numpy(texts.draw(owner, rng).copy())
-    if images is not None:
-        return torch.from_numpy(images.view(index, visit).copy()), caption
-    content = source.image_bytes(index)
-    with naming(source, index):
-        return transform(content, rng), caption
-
-
 def view_of_sample(source: Source, index: int, transform: Transform, *, seed: int) -> Tensor:
-    """The image that `training_sample` returns for this seed."""
+    """The augmented image of a visit: a pure function of the index and the seed."""
     rng = random.Random(seed)
-    rng.random()  # the draw of the caption
+    rng.random()  # by which captions once were drawn: crops, and tables of their features, stay the same
     content = source.image_bytes(index)
     with naming(source, index):
         return transform(content, rng)

@@ -8,8 +8,8 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -26,15 +26,15 @@ from leanclip.data.decode import (
     Features,
     Transform,
     naming,
-    training_sample,
     view_of_sample,
 )
-from leanclip.data.order import Order, Shuffle, Visits, WeightedVisits, sample_seed
+from leanclip.data.order import Order, Shuffle, Visits, WeightedVisits, caption_draws, sample_seed
 from leanclip.data.source import MAX_EXAMPLES, BrokenSample, Source
 from leanclip.errors import UserError, first_line
 
 PREFETCH_BATCHES = 2  # per worker
 PARENT_POLL_SECONDS = 1.0
+CHUNK = 2048  # samples, in whole batches, whose features are read at once
 LARGEST_WEIGHT = 1e6  # of a pair; a sum over the largest batch stays exact enough
 
 
@@ -77,12 +77,19 @@ class TrainingLoader:
         self.order = Order(visits, batch=batch, seed=seed, shuffle=shuffle)
         self._steps: list[tuple[int, int]] = []  # of the current epoch; replaced in place, so that the workers stay
         share = slice(0, batch) if share is None else share
-        batches = _TrainingBatches(
+        self._batches = _TrainingBatches(
             source, self.order, share, transform, tokenizer, seed, end_of_text, features, group_key,
             weight_key, captions_of,
         )  # fmt: skip
+        quick = all(table is not None and table.quick for table in features)
+        self.chunked = self._batches.only_tables and (quick or not workers)
+        self.workers, self.pin_memory = 0 if self.chunked else workers, pin_memory
         self._loader = _data_loader(
-            batches, sampler=self._steps, workers=workers, pin_memory=pin_memory, persistent_workers=workers > 0
+            self._batches,
+            sampler=self._steps,
+            workers=self.workers,
+            pin_memory=pin_memory,
+            persistent_workers=self.workers > 0,
         )
 
     @property
@@ -91,8 +98,13 @@ class TrainingLoader:
 
     def epoch(self, epoch: int, *, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from step `start` on."""
-        self._steps[:] = [(epoch, step) for step in range(start, self.steps_per_epoch)]
-        yield from _raise_errors(self._loader)
+        steps, chunk = range(start, self.steps_per_epoch), max(1, CHUNK // self.batch)
+        if not self.chunked:
+            self._steps[:] = [(epoch, step) for step in steps]
+            yield from _raise_errors(self._loader)
+            return
+        for first in range(0, len(steps), chunk):  # worker processes would take longer
+            yield from self._batches.batches(epoch, steps[first : first + chunk], pin_memory=self.pin_memory)
 
 
 class _Loader(DataLoader):
@@ -147,62 +159,119 @@ class _TrainingBatches(Dataset):
     captions_of: np.ndarray | None
 
     def __getitem__(self, key: tuple[int, int]) -> Batch | UserError:
+        epoch, step = key
         try:
-            return self._batch(*key)
+            return self.batches(epoch, range(step, step + 1))[0]
         except UserError as error:
             return error  # raised in a worker, it would arrive with a traceback
 
-    def _batch(self, epoch: int, step: int) -> Batch:
-        ids, copies = self.order.batch_ids(epoch, step)
-        images, captions, sample_ids, groups, weights = [], [], [], [], []
-        broken: Counter[str] = Counter()
-        examples: list[str] = []
+    @property
+    def only_tables(self) -> bool:
+        """Whether the source is not read at all."""
+        return None not in self.features and self.group_key is None and self.weight_key is None
+
+    def batches(self, epoch: int, steps: range, *, pin_memory: bool = False) -> list[Batch]:
+        """Of consecutive steps. What tables hold is read for all samples at once, after broken ones are replaced."""
+        ids, copies = (values[:, self.share] for values in self.order.batch_ids(epoch, steps))
+        images, texts = self.features
+        unread = np.ones(ids.shape, bool)
+        if self.only_tables and images is not None and texts is not None:
+            unread = (ids < 0) | images.broken(ids) | texts.broken(self._owners(ids))
+        read = [self._read(epoch, *step) for step in zip(steps, ids, copies, unread, strict=True)]
+
+        def by_step(values: Tensor) -> Sequence[Tensor]:
+            return (values.pin_memory() if pin_memory else values).unbind()
+
+        image_rows = text_rows = [None] * len(steps)
+        if images is not None:
+            image_rows = by_step(images.take(images.views(ids, epoch + copies)))
+        if texts is not None:
+            draws = caption_draws(self.seed, epoch, ids, copies)
+            text_rows = by_step(texts.take(texts.drawn(self._owners(ids), draws)))
+        rows = zip(read, by_step(torch.from_numpy(ids)), image_rows, text_rows, strict=True)
+        return [self._batch(*step) for step in rows]
+
+    def _batch(self, read: "_Contents", sample_ids: Tensor, images: Tensor | None, tokens: Tensor | None) -> Batch:
+        lengths = None
+        if images is None:
+            images = torch.stack(read.images) if read.images else torch.empty(0, dtype=torch.uint8)
+        if tokens is None:
+            tokens = self.tokenizer(read.captions) if read.captions else torch.empty(0, dtype=torch.int64)
+            lengths = self.end_of_text(tokens) if read.captions and self.end_of_text is not None else None
+        return Batch(
+            images=images,
+            tokens=tokens,
+            sample_ids=sample_ids,
+            groups=None if self.group_key is None else torch.tensor(read.groups, dtype=torch.int64),
+            weights=None if self.weight_key is None else torch.tensor(read.weights, dtype=torch.float32),
+            lengths=lengths,
+            broken=dict(read.broken),
+            examples=tuple(read.examples),
+        )
+
+    def _owners(self, ids: np.ndarray) -> np.ndarray:
+        """The samples whose captions they get."""
+        return ids if self.captions_of is None else self.captions_of[ids]
+
+    def _read(self, epoch: int, step: int, ids: np.ndarray, copies: np.ndarray, unread: np.ndarray) -> "_Contents":
+        """What unread samples have beside their features. Broken ones are replaced, in `ids` and `copies` too."""
+        contents, start = _Contents(), self.share.indices(self.order.batch)[0]
         if None in self.features:  # what the tables do not hold is read from the source
-            self.source.prefetch([index for index in ids[self.share].tolist() if index >= 0])
-        for slot in range(*self.share.indices(self.order.batch)):
-            sample = [(int(ids[slot]), int(copies[slot]))] if ids[slot] >= 0 else []
-            replacements = ((index, 0) for index in self.order.replacements(epoch, step, slot))
+            self.source.prefetch([index for index in ids.tolist() if index >= 0])
+        for place in np.flatnonzero(unread).tolist():
+            sample = [(int(ids[place]), int(copies[place]))] if ids[place] >= 0 else []
+            replacements = ((index, 0) for index in self.order.replacements(epoch, step, start + place))
             for index, copy in chain(sample, replacements):
-                seed = sample_seed(self.seed, epoch, index, copy)
                 try:
-                    group = None if self.group_key is None else group_of(self.source, index, self.group_key)
-                    weight = None if self.weight_key is None else weight_of(self.source, index, self.weight_key)
-                    image, caption = training_sample(
-                        self.source, index, self.transform, seed=seed, visit=epoch + copy, features=self.features,
-                        captions_of=index if self.captions_of is None else int(self.captions_of[index]),
-                    )  # fmt: skip
+                    self._add_sample(contents, epoch, index, copy)
                 except BrokenSample as error:
-                    broken[error.kind] += 1
-                    if len(examples) < MAX_EXAMPLES:
-                        examples.append(str(error))
-                    continue
-                images.append(image)
-                captions.append(caption)
-                sample_ids.append(index)
-                groups.append(group)
-                weights.append(weight)
-                break
+                    contents.broken[error.kind] += 1
+                    if len(contents.examples) < MAX_EXAMPLES:
+                        contents.examples.append(str(error))
+                else:
+                    ids[place], copies[place] = index, copy
+                    break
             else:
                 raise UserError(
-                    f"no sample is left to replace a broken one ({'; '.join(examples)}); remove the"
+                    f"no sample is left to replace a broken one ({'; '.join(contents.examples)}); remove the"
                     " broken samples, or give a smaller --global-batch-size",
                     code="data.no_replacement",
                 )
-        tokens = torch.empty(0, dtype=torch.int64)
-        if captions:
-            tokens = self.tokenizer(captions) if self.features.texts is None else torch.stack(captions)
-        return Batch(
-            images=torch.stack(images) if images else torch.empty(0, dtype=torch.uint8),
-            tokens=tokens,
-            sample_ids=torch.tensor(sample_ids, dtype=torch.int64),
-            groups=None if self.group_key is None else torch.tensor(groups, dtype=torch.int64),
-            weights=None if self.weight_key is None else torch.tensor(weights, dtype=torch.float32),
-            lengths=None
-            if not captions or self.end_of_text is None or self.features.texts
-            else self.end_of_text(tokens),
-            broken=dict(broken),
-            examples=tuple(examples),
-        )
+        return contents
+
+    def _add_sample(self, contents: "_Contents", epoch: int, index: int, copy: int) -> None:
+        """Read a sample; one that is broken adds nothing."""
+        source, (images, texts) = self.source, self.features
+        group = None if self.group_key is None else group_of(source, index, self.group_key)
+        weight = None if self.weight_key is None else weight_of(source, index, self.weight_key)
+        visit, copies = np.array([index]), np.array([copy])
+        (owner,) = self._owners(visit).tolist()
+        caption = image = None
+        if texts is None:
+            caption = source.caption(owner, float(caption_draws(self.seed, epoch, visit, copies)[0]))
+        else:
+            texts.rows(owner)
+        if images is None:
+            seed = sample_seed(self.seed, epoch, index, copy)
+            image = view_of_sample(source, index, self.transform, seed=seed)
+        else:
+            images.rows(index)
+        lists = contents.images, contents.captions, contents.groups, contents.weights
+        for values, value in zip(lists, (image, caption, group, weight), strict=True):
+            if value is not None:
+                values.append(value)
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What was read of the samples of a batch from the source, and which of them were replaced."""
+
+    images: list[Any] = field(default_factory=list)
+    captions: list[Any] = field(default_factory=list)
+    groups: list[Any] = field(default_factory=list)
+    weights: list[Any] = field(default_factory=list)
+    broken: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -243,7 +312,7 @@ class _EvaluationBatches(Dataset):
 
     def _image(self, index: int) -> Tensor:
         if self.features is not None:
-            return torch.from_numpy(self.features.view(index, 0).astype(np.float32))  # autocast stacks no float16
+            return torch.from_numpy(self.features.rows(index)[0].astype(np.float32))  # autocast stacks no float16
         content = self.source.image_bytes(index)
         with naming(self.source, index):
             return self.transform(content, None)

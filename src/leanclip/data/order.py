@@ -19,7 +19,7 @@ FEISTEL_ROUNDS = 6
 BLOCK_SAMPLES = 1024  # neighbours that stay together
 WINDOW_BLOCKS = 32  # blocks whose samples are mixed with one another
 NO_IDS = np.zeros(0, np.int64)
-SPLIT_KEY, FRACTION_KEY = 0x5EED, 0xFAC7  # keep these permutations apart from those of the epochs
+SPLIT_KEY, FRACTION_KEY, CAPTION_KEY = 0x5EED, 0xFAC7, 0xCA97  # keep these apart from the permutations of the epochs
 
 
 class Permutation:
@@ -183,13 +183,15 @@ class Order:
         """Steps per epoch; an incomplete last batch is dropped."""
         return len(self.visits) // self.batch
 
-    def batch_ids(self, epoch: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a global batch and their copy numbers. A repeated id within the batch becomes -1."""
-        ids, copies = self._at(epoch, np.arange(step * self.batch, (step + 1) * self.batch))
-        if self.visits.repeats:
-            first = np.zeros(self.batch, bool)
-            first[np.unique(ids, return_index=True)[1]] = True
-            ids = np.where(first, ids, -1)
+    def batch_ids(self, epoch: int, steps: range) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of consecutive global batches and their copy numbers, (steps, batch) each. An id that is repeated
+        within its batch becomes -1."""
+        ids, copies = self._at(epoch, np.arange(steps.start * self.batch, steps.stop * self.batch))
+        ids, copies = ids.reshape(-1, self.batch), copies.reshape(-1, self.batch)
+        for row in ids if self.visits.repeats else ():
+            repeated = np.ones(self.batch, bool)
+            repeated[np.unique(row, return_index=True)[1]] = False
+            row[repeated] = -1
         return ids, copies
 
     def replacements(self, epoch: int, step: int, slot: int) -> Iterator[int]:
@@ -197,7 +199,7 @@ class Order:
 
         Different slots of a batch get different ids, so the ranks need no communication.
         """
-        used = set(self.batch_ids(epoch, step)[0].tolist()) if self.visits.repeats else set()
+        used = set(self.batch_ids(epoch, range(step, step + 1))[0][0].tolist()) if self.visits.repeats else set()
         later = ((step + distance) % self.steps * self.batch + slot for distance in range(1, self.steps))
         dropped = range(self.steps * self.batch + slot, len(self.visits))[:1]
         for position in chain(later, dropped):
@@ -216,5 +218,17 @@ def _permutation(size: int, seed: int, epoch: int, shuffle: Shuffle) -> Permutat
 
 
 def sample_seed(seed: int, epoch: int, sample_id: int, copy: int = 0) -> int:
-    """The seed of one visit to a sample: it determines the caption and the augmentation."""
+    """The seed of one visit to a sample: it determines the augmentation."""
     return int(np.random.SeedSequence([seed, epoch, sample_id, copy]).generate_state(1, np.uint64)[0])
+
+
+def caption_draws(seed: int, epoch: int, sample_ids: np.ndarray, copies: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each visit, by which its caption is chosen."""
+    first, second = _caption_keys(seed, epoch)
+    mixed = _hash(_hash(sample_ids.astype(np.uint64) + first) + copies.astype(np.uint64) + second)
+    return (mixed >> np.uint64(11)) * 2.0**-53
+
+
+@lru_cache(maxsize=4)
+def _caption_keys(seed: int, epoch: int) -> np.ndarray:
+    return np.random.SeedSequence([seed, epoch, CAPTION_KEY]).generate_state(2, np.uint64)

@@ -1,7 +1,6 @@
 """The interface between a data set and the loader, broken samples, and what sources of the user's own files share."""
 
 import math
-import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -108,10 +107,10 @@ class Source(Protocol):
         """All captions, and how often each is drawn; None for equally often."""
         return self.captions(index), None
 
-    def caption(self, index: int, rng: random.Random) -> str:
-        """The caption to train on in this visit."""
+    def caption(self, index: int, draw: float) -> str:
+        """The caption of a visit, by its number in [0, 1)."""
         captions, weights = self.weighted_captions(index)
-        return captions[pick(len(captions), weights, rng)]
+        return captions[pick(len(captions), weights, draw)]
 
     def field(self, index: int, key: str) -> object:
         """A value of the sample's metadata; None if it has none of this name."""
@@ -138,14 +137,14 @@ class Source(Protocol):
         return {name: value for name, value in values.items() if value is not None}
 
 
-def pick(count: int, weights: Sequence[float] | None, rng: random.Random) -> int:
-    """A number below `count`, drawn by weight. Only `random()` is used, which is the same in every Python version."""
-    draw = rng.random() * (count if weights is None else sum(weights))
+def pick(count: int, weights: Sequence[float] | None, draw: float) -> int:
+    """A number below `count` by weight, as the draw in [0, 1) says."""
     if weights is None:
-        return int(draw)
+        return int(draw * count)
+    rest = draw * sum(weights)
     for number, weight in enumerate(weights):
-        draw -= weight
-        if draw < 0:
+        rest -= weight
+        if rest < 0:
             return number
     return count - 1
 

@@ -36,7 +36,7 @@ class Ranks:
     def current(cls) -> "Ranks":
         """All processes if torch.distributed is initialised, else this one alone."""
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(0, 1, None)
+            return ALONE
         group = dist.group.WORLD
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
@@ -124,6 +124,9 @@ class Ranks:
         """An error that all ranks raise, and the first one prints."""
         error.shown = not self.first
         return error
+
+
+ALONE = Ranks(0, 1, None)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 GATHERED = ("embeddings", "scalars", "ids", "groups")  # a loss's purposes
-REDUCED = ("state", "sums")
+REDUCED = ("state", "sums", "gradients")  # the last: DisCo-CLIP's
 
 
 class Volume(NamedTuple):

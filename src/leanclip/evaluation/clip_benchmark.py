@@ -42,11 +42,11 @@ def suite_sets(names: Sequence[str]) -> list[SuiteSet]:
     """The sets that --suite-data names: WebDatasets, a directory of them, or NAME=ROOT for built-in data sets."""
     if importlib.util.find_spec("clip_benchmark") is None:
         raise UserError(
-            "--suite clip_benchmark needs that package: pip install 'leanclip[eval]'", code="install.clip_benchmark"
+            "--suite needs the package clip_benchmark: pip install 'leanclip[eval]'", code="install.clip_benchmark"
         )
     if not names:
         raise UserError(
-            "--suite clip_benchmark needs --suite-data: a directory in its WebDataset layout, or NAME=ROOT",
+            "--suite needs --suite-data: a directory in CLIP_benchmark's WebDataset layout, or NAME=ROOT",
             code="suite.no_data",
         )
     sets: list[SuiteSet] = []

@@ -19,7 +19,7 @@ class SetResult:
     """The metrics of one set, and those of another model on it."""
 
     name: str
-    kind: Literal["retrieval", "zero-shot"]
+    kind: Literal["retrieval", "zero-shot", "datacomp"]
     metrics: Mapping[str, float]
     by: str = "leanclip"
     classified: Classified | None = None
@@ -80,6 +80,16 @@ def zero_shot_rows(results: Sequence[SetResult]) -> list[list[str]]:
                 metrics = ("top1", "top5", "mean_per_class_recall", "chance@1")
                 rows.append([name, size, line, *(cell(line, values, metric) for metric in metrics)])
     return rows
+
+
+def datacomp_rows(results: Sequence[SetResult]) -> list[list[str]]:
+    """Set or mean, its metric, which weights, and the value of its first metric."""
+    return [
+        [result.details["label"], result.details["metric"], line, cell(line, values, next(iter(result.metrics), ""))]
+        for result in results
+        if result.kind == "datacomp"
+        for line, values in result.lines()
+    ]
 
 
 def _by_set(results: Sequence[SetResult], kind: str) -> dict[str, list[SetResult]]:

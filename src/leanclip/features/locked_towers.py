@@ -20,7 +20,7 @@ from leanclip.data.decode import Features, Transform
 from leanclip.data.loader import view_batches
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
-from leanclip.features.table import FeatureTable
+from leanclip.features.table import FeatureTable, copy_to_gpu
 from leanclip.filesystem import cache_directory
 from leanclip.models import TwoTower
 from leanclip.models.towers.projection import Projection
@@ -46,6 +46,7 @@ class LockedTowers:
     ranks: Ranks
     notify: Callable[[str], object]
     ids: np.ndarray | None = None  # of the samples; by default all
+    device: torch.device | None = None  # where training reads them; those of held-out data stay mapped
 
     def features(self, *, images: bool, texts: bool) -> Features:
         """The tables of the towers that are locked, read from the cache or computed."""
@@ -53,18 +54,17 @@ class LockedTowers:
             tables = self._table("image") if images else None, self._table("text") if texts else None
         image_size, text_size = (None if table is None else table.dim for table in tables)
         self.model.feature_sizes = image_size, text_size
+        if self.device is not None and self.device.type == "cuda":
+            copy_to_gpu(tables, self.device)
         return Features(*tables)
 
     def expected(self, *, images: bool, texts: bool) -> str:
         """How much room the tables will take."""
         with self._inference():
-            sizes = []
-            if images:
-                size = 2 * len(self.source) * self.views * self._dim("image") / 2**20
-                sizes.append(f"{size:,.1f} MiB for {self.views} views of each image")
-            if texts:
-                sizes.append(f"{2 * self._dim('text') / 2**10:,.1f} KiB for each caption")
-        return f"features of the locked towers will take {' and '.join(sizes)} in {cache_directory() / 'features'}"
+            widths = self._dim("image") if images else None, self._dim("text") if texts else None
+        self.model.feature_sizes = widths  # so that a step is measured as it will run
+        size = table_sizes(*widths, samples=len(self.source), views=self.views)
+        return f"features of the locked towers will take {size} in {cache_directory() / 'features'}"
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
@@ -210,6 +210,16 @@ class LockedTowers:
             tokens = self.model.tokenizer([captions[number] for number in numbers])
             rows.update(zip(numbers, _stored(self.model.text_features(tokens)), strict=True))
         return np.stack([rows[number] for number in range(len(captions))])
+
+
+def table_sizes(image: int | None, text: int | None, *, samples: int, views: int) -> str:
+    """How much room tables of features of these widths take."""
+    sizes = []
+    if image is not None:
+        sizes.append(f"{2 * samples * views * image / 2**20:,.1f} MiB for {views} views of each image")
+    if text is not None:
+        sizes.append(f"{2 * text / 2**10:,.1f} KiB for each caption")
+    return " and ".join(sizes)
 
 
 @contextmanager

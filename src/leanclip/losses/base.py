@@ -60,6 +60,11 @@ class Local(NamedTuple):
     def share(self) -> slice:
         return self.ranks.share(self.batch)
 
+    @property
+    def plain(self) -> bool:
+        """One process, whose pairs all count alike."""
+        return self.ranks.size == 1 and self.batch > 1 and self.groups is None and self.weights is None
+
     def gathered(self) -> tuple[Tensor, Tensor]:
         """The image and text embeddings of all ranks, by one collective, or two if the images were started early."""
         image, text = self.image.detach(), self.text.detach()
@@ -209,6 +214,17 @@ class ContrastiveLoss(nn.Module):
         """The ids of all images and all texts, checked, on the device; one tensor where they are the same."""
         if self.state is None:
             return None
+        id_vectors = self.check_ids(sample_ids, text_ids, local)
+        for ids in id_vectors:
+            self.state.assert_inside(ids)
+        on_device = torch.stack([ids.to(local.image.device, non_blocking=True) for ids in id_vectors], 1)
+        gathered = local.ranks.gather(on_device.to(self.state.id_dtype), local.batch, purpose="ids")
+        by_side = gathered.T.to(torch.int64, memory_format=torch.contiguous_format).unbind()
+        return by_side[0], by_side[-1]
+
+    def check_ids(self, sample_ids: Tensor | None, text_ids: Tensor | None, local: Local) -> list[Tensor]:
+        """Those of a loss with a state. Whether ids on a device are inside the tables is not checked here."""
+        assert self.state is not None
         if sample_ids is None:
             raise ArgumentError(
                 f"{self.name} keeps a state per sample: call loss(image, text, sample_ids)", code="loss.no_ids"
@@ -220,10 +236,7 @@ class ContrastiveLoss(nn.Module):
             self.state.check(ids)
             if len(ids) != len(local.image):
                 raise ArgumentError(f"{len(ids)} ids for {len(local.image)} embeddings", code="loss.bad_ids")
-        on_device = torch.stack([ids.to(local.image.device, non_blocking=True) for ids in id_vectors], 1)
-        gathered = local.ranks.gather(on_device.to(self.state.id_dtype), local.batch, purpose="ids")
-        by_side = gathered.T.to(torch.int64, memory_format=torch.contiguous_format).unbind()
-        return by_side[0], by_side[-1]
+        return id_vectors
 
     def _notice_forgotten_epoch(self, batch: int) -> None:
         assert self.state is not None
@@ -232,7 +245,7 @@ class ContrastiveLoss(nn.Module):
             warnings.warn(
                 f"{self.name}: set_epoch(epoch, epochs) was not called for more than an epoch, so gamma and"
                 " learned weights of pairs stay as they are; call it at the start of every epoch",
-                stacklevel=8,
+                stacklevel=9,
             )
         self._since_set_epoch += batch
 

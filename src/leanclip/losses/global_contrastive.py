@@ -12,6 +12,7 @@ and differ in the normaliser (`normalizer.py`), the temperature rule (`temperatu
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from leanclip.losses.device_scalars import DeviceScalars
 from leanclip.losses.normalizer import Normalizer
 from leanclip.losses.objective import Anchors
 from leanclip.losses.pair_weights import TABLES, PairWeights, Visits
-from leanclip.losses.sample_state import SampleState
+from leanclip.losses.sample_state import SIDES, SampleState
 from leanclip.losses.similarities import Similarities
 from leanclip.losses.temperature import ConstantTemperature, GlobalTemperature, IndividualTemperature
 
@@ -42,6 +43,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         temperature_gradient: Callable[[Anchors], Tensor] | None = None,
         inner_rate: Callable[[float, int], float] | None = None,
         weight_by_tau: bool = False,
+        form: ops.AnchorForm | None = None,
         state: SampleState | None = None,
         pair_weights: PairWeights | None = None,
         lr_tau: float | None = None,
@@ -57,7 +59,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         )
         self.temperature_rule = temperature
         self.normalizer, self.value, self.temperature_gradient = normalizer, value, temperature_gradient
-        self.inner_rate, self.weight_by_tau = inner_rate, weight_by_tau
+        self.inner_rate, self.weight_by_tau, self.form = inner_rate, weight_by_tau, form
         self.epoch = 0
         self.shares = DeviceScalars(0.0, 1.0)  # 1 - gamma and gamma: weights of the old estimate and the batch
 
@@ -85,8 +87,10 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
     def compute(self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None) -> LossOutput:
         image, text = local.image, local.text
-        ids = self.gather_ids(sample_ids, text_ids, local)
         implementation, engine = ops.implementation(self.implementation, image)
+        if (kernels := self._scalar_kernels(engine, local, text_ids)) is not None:
+            return self._compute_by_kernels(implementation, engine, kernels, local, sample_ids)
+        ids = self.gather_ids(sample_ids, text_ids, local)
 
         with torch.no_grad():
             stored = self._read_state(ids, ops.accumulator_dtype(image.dtype))
@@ -118,7 +122,53 @@ class GlobalContrastiveLoss(ContrastiveLoss):
 
         saved = (*matrix.saved(), log_weight, diagonal)
         loss = attach_gradients(value, image, text, matrix.pull, saved, slopes)
-        return LossOutput(loss=loss, metrics=self._metrics(anchors, implementation))
+        gamma = None if self.inner_rate is None else self.shares.value[1].clone()
+        return LossOutput(loss=loss, metrics=self._metrics(lambda: anchors, gamma, implementation))
+
+    def _scalar_kernels(self, engine: ops.Implementation, local: Local, text_ids: Tensor | None) -> Any:
+        """The engine's kernels for all scalars of such a call; None where it has none, or the call needs more."""
+        kernels, rule = ops.scalar_kernels(engine), self.temperature_rule
+        if kernels is None or self.form is None or self.pair_weights is not None or not local.plain:
+            return None
+        assert not isinstance(rule, IndividualTemperature)
+        tensors = [rule.log_inv_tau if isinstance(rule, GlobalTemperature) else rule.tau]
+        if self.state is not None:
+            if text_ids is not None:
+                return None
+            tensors.append(self.state.get_buffer("log_u_image"))
+        fit = all(each.dtype == torch.float32 and each.device == local.image.device for each in tensors)
+        return kernels if fit else None
+
+    def _compute_by_kernels(
+        self, implementation: str, engine: ops.Implementation, kernels: Any, local: Local, sample_ids: Tensor | None
+    ) -> LossOutput:
+        """The same steps, with one kernel before the statistics and one after them."""
+        rule, state, given, estimates = self.temperature_rule, self.state, None, None
+        assert self.form is not None and not isinstance(rule, IndividualTemperature)
+        with torch.no_grad():
+            if state is not None:
+                (given,) = self.check_ids(sample_ids, None, local)
+                image_table, text_table = (state.get_buffer(f"log_u_{side}") for side in SIDES)
+                estimates = ops.Estimates(self.shares.value, image_table, text_table, state.visited, self.training)
+            ids = None if given is None else given.to(local.image.device, non_blocking=True)
+            prepared = kernels.prepare(local.image, local.text, rule.stored(), ids=ids)
+            matrix = Similarities(engine, local, prepared.inverse)
+            value = kernels.anchors(prepared, *matrix.both_sides(), self.form, estimates)
+            if state is not None and given is not None:
+                state.assert_inside(given, prepared.valid)
+                if self.training:
+                    state.remember(prepared.visited, prepared.positions, prepared.pair("old"))
+        slopes = [(rule.log_inv_tau, prepared.slope)] if isinstance(rule, GlobalTemperature) else []
+        saved = (*matrix.saved(), prepared.pair("log_weight"), prepared.diagonal)
+        loss = attach_gradients(value, local.image, local.text, matrix.pull, saved, slopes)
+        log_negatives = matrix.log_negatives()
+
+        def anchors() -> Anchors:
+            vectors = {name: prepared.pair(name) for name in ("log_g", "mean_l", "log_norm", "log_u", "ratio")}
+            return Anchors(tau=prepared.tau, **vectors, log_negatives=log_negatives, weight=None)
+
+        gamma = prepared.gamma if self.inner_rate is not None else None
+        return LossOutput(loss=loss, metrics=self._metrics(anchors, gamma, implementation))
 
     def _read_state(self, ids: tuple[Tensor, Tensor] | None, dtype: torch.dtype) -> dict[str, Tensor]:
         """tau before this step, and the samples' log u and shift where the loss keeps them, by one collective."""
@@ -180,21 +230,21 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             log_weight, total = log_weight + anchors.weight.log(), total * anchors.weight
         return log_weight, total / (-2 * batch)
 
-    def _metrics(self, anchors: Anchors, implementation: str) -> Metrics:
+    def _metrics(self, anchors: Callable[[], Anchors], gamma: Tensor | None, implementation: str) -> Metrics:
         metrics: dict[str, Metric] = {
-            "tau": lambda: anchors.tau.mean(),
-            "effective_negatives": lambda: (anchors.log_g + anchors.log_negatives - anchors.mean_l).exp().mean(),
+            "tau": lambda: anchors().tau.mean(),
+            "effective_negatives": lambda: anchors().effective_negatives().mean(),
             "implementation": implementation,
         }
         if self.pair_weights is not None:
             metrics |= self.pair_weights.metrics()
         state = self.state
-        if state is not None and self.inner_rate is not None:
+        if state is not None and gamma is not None and self.inner_rate is not None:
             metrics |= {
-                "gamma": self.shares.value[1].clone(),
-                "log_u_mean": lambda: anchors.finite_log_u().mean(),
-                "log_u_spread": lambda: anchors.finite_log_u().std(correction=0),
-                "estimate_gap": lambda: (anchors.log_g - anchors.log_u).nan_to_num(0.0, 0.0, 0.0).abs().mean(),
+                "gamma": gamma,
+                "log_u_mean": lambda: anchors().finite_log_u().mean(),
+                "log_u_spread": lambda: anchors().finite_log_u().std(correction=0),
+                "estimate_gap": lambda: anchors().estimate_gap().mean(),
                 "never_visited": lambda: 1 - state.visited / state.num_samples,
             }
         return Metrics(metrics)

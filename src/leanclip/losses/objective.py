@@ -37,6 +37,12 @@ class Anchors(NamedTuple):
         """log u, or the normaliser's floor log(eps) for an anchor that never had a negative."""
         return torch.where(self.log_u.isneginf(), self.log_norm, self.log_u)
 
+    def effective_negatives(self) -> Tensor:
+        return (self.log_g + self.log_negatives - self.mean_l).exp()
+
+    def estimate_gap(self) -> Tensor:
+        return (self.log_g - self.log_u).nan_to_num(0.0, 0.0, 0.0).abs()
+
     def slope(self) -> Tensor:
         """-tau d/dtau of g / norm, norm held constant."""
         return self.ratio * self.mean_l

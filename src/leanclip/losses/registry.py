@@ -20,6 +20,7 @@ from leanclip.losses.pair_weights import TABLES, Mode, PairWeights
 from leanclip.losses.sample_state import SIDES, SampleState
 from leanclip.losses.sigmoid import SigmoidLoss
 from leanclip.losses.temperature import ConstantTemperature, GlobalTemperature, IndividualTemperature
+from leanclip.ops import AnchorForm
 
 Rule = ConstantTemperature | GlobalTemperature | IndividualTemperature
 Slope = Callable[[objective.Anchors], Tensor]  # of the objective for log(1/tau)
@@ -180,6 +181,7 @@ def loss_from_config(
         temperature_gradient=_slope(spec, hyper) if isinstance(rule, GlobalTemperature) else None,
         inner_rate=partial(inner_rate, hyper) if spec.running else None,
         weight_by_tau=spec.temperature == "robust" or hyper.tau_weight == "exact",
+        form=None if spec.temperature == "individual" else _form(spec, hyper),
         state=state,
         pair_weights=weights,
         lr_tau=hyper.lr_tau,
@@ -225,6 +227,21 @@ def _slope(spec: Spec, hyper: LossConfig) -> Slope:
         assert hyper.rho is not None and hyper.tau_gradient is not None
         return partial(objective.robust_gradient, hyper.rho, hyper.tau_gradient)
     return partial(objective.plain_gradient, 1.0 if spec.running else 0.5)
+
+
+def _form(spec: Spec, hyper: LossConfig) -> AnchorForm:
+    """`_normalizer`, `_slope` and `_value` as the kernel of the scalar stage takes them."""
+    robust = spec.temperature == "robust"
+    learned = spec.temperature != "constant" and hyper.learn_tau is not False
+    return AnchorForm(
+        decoupled=spec.decoupled,
+        times_tau=spec.running,
+        weight_by_tau=robust,
+        slope=None if not learned else hyper.tau_gradient if robust else "plain",
+        slope_factor=2.0 if spec.running else 1.0,
+        log_eps=math.log(hyper.eps) if hyper.eps else -math.inf,
+        rho=hyper.rho or 0.0,
+    )
 
 
 def _value(spec: Spec, hyper: LossConfig) -> Callable[[objective.Anchors], Tensor]:

@@ -71,7 +71,7 @@ class SampleState(nn.Module):
         return (self.ranks.sum(total, purpose="mean") / (2 * self.num_samples)).to(self.table(f"{name}_image").dtype)
 
     def check(self, ids: Tensor) -> None:
-        """Refuse ids outside the tables. Ids on the host are checked there; on a device without waiting for it."""
+        """Refuse what are no ids of a batch, and ids on the host that lie outside the tables."""
         if Ranks.current().size != self.ranks.size:
             raise ArgumentError(
                 f"the loss was created on {self.ranks.size} process(es) and is called on {Ranks.current().size};"
@@ -84,18 +84,24 @@ class SampleState(nn.Module):
                 f" {tuple(ids.shape)}; the loss has its own temperature: leave logit_scale out",
                 code="loss.bad_ids",
             )
-        if not len(ids):
+        if not len(ids) or ids.device.type != "cpu":
             return
         low, high = ids.aminmax()
-        if ids.device.type != "cpu":
-            inside = (low >= 0) & (high < self.num_samples)
-            torch.ops.aten._assert_async.msg(inside, f"a sample id lies outside [0, {self.num_samples})")
-        elif low < 0 or high >= self.num_samples:
+        if low < 0 or high >= self.num_samples:
             raise ArgumentError(
                 f"sample id {int(low if low < 0 else high)} lies outside [0, {self.num_samples});"
                 " create the loss with a larger num_samples or call resize()",
                 code="loss.bad_ids",
             )
+
+    def assert_inside(self, ids: Tensor, valid: Tensor | None = None) -> None:
+        """Fail on the device, without waiting for it, if ids there lie outside the tables."""
+        if ids.device.type == "cpu" or not len(ids):
+            return
+        if valid is None:
+            low, high = ids.aminmax()
+            valid = (low >= 0) & (high < self.num_samples)
+        torch.ops.aten._assert_async.msg(valid, f"a sample id lies outside [0, {self.num_samples})")
 
     def read(self, names: Sequence[str], ids: Ids) -> dict[str, Tensor]:
         """(2, B) per name: the image table at the first ids, the text table at the second; (B,) for one table. One
@@ -143,6 +149,10 @@ class SampleState(nn.Module):
             buffer = self.get_buffer(name)
             self.undo.replaced[name] = torch.arange(len(buffer), device=buffer.device), buffer.clone()
             buffer += added
+
+    def remember(self, visited: Tensor, positions: Tensor, log_u: Tensor) -> None:
+        """What a kernel replaced, which has written the estimates of one process itself."""
+        self.undo = Undo(visited, {f"log_u_{side}": (positions, old) for side, old in zip(SIDES, log_u, strict=True)})
 
     def rollback(self) -> None:
         """Undo the last write. A second call does nothing."""

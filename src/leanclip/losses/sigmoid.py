@@ -1,5 +1,7 @@
 """SigLIP: a binary classification of every pair of a batch, with a learnable temperature and bias."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,9 @@ from leanclip.losses.pair_weights import TABLES, PairWeights
 from leanclip.losses.sample_state import Ids, SampleState
 from leanclip.losses.similarities import Similarities
 from leanclip.losses.temperature import GlobalTemperature
+
+# The value, the embeddings' gradients, the slopes of log(1/tau) and of the bias, and metrics.
+_Result = tuple[Tensor, ops.Gradients, tuple[Tensor, Tensor], dict[str, Metric]]
 
 
 class SigmoidLoss(ContrastiveLoss):
@@ -45,45 +50,16 @@ class SigmoidLoss(ContrastiveLoss):
         return self.temperature_rule.mean()
 
     def compute(self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None) -> LossOutput:
-        image, text, ranks, batch = local.image, local.text, local.ranks, local.batch
-        ids = self.gather_ids(sample_ids, text_ids, local)
+        image, text = local.image, local.text
         implementation, engine = ops.implementation(self.implementation, image)
+        ids = self.gather_ids(sample_ids, text_ids, local)
         needs = (image.requires_grad and torch.is_grad_enabled(), text.requires_grad and torch.is_grad_enabled())
-
         with torch.no_grad():
-            dtype = ops.accumulator_dtype(image.dtype)
-            scale, bias = self.temperature().to(dtype).reciprocal(), self.bias.to(dtype)
-            if ids is None:
-                all_images, all_texts = local.gathered()
+            kernels = self._scalar_kernels(engine, local)
+            if kernels is None:
+                value, gradients, slopes, metrics = self._compute_in_steps(engine, local, ids, needs)
             else:
-                local, (all_images, all_texts) = self._score(engine, local, scale, ids)
-            positive = (image.to(dtype) * text).sum(1)
-            weight = scale / batch
-            sigmoid, diagonal = ops.Sigmoid(scale, bias, weight), -weight.expand(len(image))
-            linear, mean_weight = scale * positive + bias, 1.0
-            if local.weights is not None:
-                anchor, mean_weight = local.weights[local.share], local.weights.mean()
-                sigmoid = sigmoid._replace(sides=(anchor / 2, local.weights / 2))
-                diagonal, positive, linear = diagonal * anchor, positive * anchor, linear * anchor
-            by_image = engine.pairwise(
-                local.pairs(image, all_texts),
-                sigmoid,
-                diagonal,
-                needs=(needs[0], needs[1] and ranks.size == 1),
-            )
-            gradients = by_image.gradients
-            if ranks.size > 1:
-                pairs = local.pairs(text, all_images)
-                by_text = engine.pairwise(pairs, sigmoid, diagonal, needs=(needs[1], False))
-                both = (gradients.rows, by_text.gradients.rows)
-                gradients = ops.Gradients(*(None if g is None else g * ranks.size for g in both))
-            sums = torch.stack([
-                (by_image.softplus - linear).sum(),
-                (by_image.similarity - positive).sum(),
-                by_image.weight.sum(),
-            ])  # fmt: skip
-            value, similarity, probability = (ranks.sum(sums, purpose="sums") / batch).unbind()
-            slopes = [(self.temperature_rule.log_inv_tau, scale * similarity), (self.bias, probability - mean_weight)]
+                value, gradients, slopes, metrics = self._compute_by_kernels(engine, kernels, local, needs)
 
         saved = [gradient for gradient in gradients if gradient is not None]
 
@@ -91,15 +67,71 @@ class SigmoidLoss(ContrastiveLoss):
             kept = iter(saved)
             return ops.Gradients(*(next(kept) if need else None for need in needs))
 
-        loss = attach_gradients(value, image, text, pull, saved, slopes)
-        metrics: dict[str, Metric] = {
-            "tau": lambda: scale.reciprocal(),
-            "bias": self.bias.detach().clone(),
-            "implementation": implementation,
-        }
+        parameters = self.temperature_rule.log_inv_tau, self.bias
+        loss = attach_gradients(value, image, text, pull, saved, list(zip(parameters, slopes, strict=True)))
+        metrics["implementation"] = implementation
         if self.pair_weights is not None:
             metrics |= self.pair_weights.metrics()
         return LossOutput(loss=loss, metrics=Metrics(metrics))
+
+    def _scalar_kernels(self, engine: ops.Implementation, local: Local) -> Any:
+        """The engine's kernels for the scalars of such a call; None where it has none, or the call needs more."""
+        if self.pair_weights is not None or not local.plain:
+            return None
+        parameters = self.temperature_rule.log_inv_tau, self.bias
+        fit = all(each.dtype == torch.float32 and each.device == local.image.device for each in parameters)
+        return ops.scalar_kernels(engine) if fit else None
+
+    def _compute_by_kernels(
+        self, engine: ops.Implementation, kernels: Any, local: Local, needs: ops.Needs
+    ) -> _Result:
+        """As `_compute_in_steps`, with one kernel before the pairs and one after them."""
+        prepared = kernels.prepare(local.image, local.text, self.temperature_rule.stored(), bias=self.bias.detach())
+        sigmoid = ops.Sigmoid(prepared.inverse, prepared.bias, prepared.weight)
+        pairs = local.pairs(local.image, local.text)
+        by_image = engine.pairwise(pairs, sigmoid, prepared.diagonal, needs=needs)
+        value = kernels.sigmoid_sums(prepared, by_image)
+        metrics: dict[str, Metric] = {"tau": lambda: prepared.tau, "bias": lambda: prepared.bias}
+        return value, by_image.gradients, (prepared.slope, prepared.bias_slope), metrics
+
+    def _compute_in_steps(
+        self, engine: ops.Implementation, local: Local, ids: Ids | None, needs: ops.Needs
+    ) -> _Result:
+        image, text, ranks, batch = local.image, local.text, local.ranks, local.batch
+        dtype = ops.accumulator_dtype(image.dtype)
+        scale, bias = self.temperature().to(dtype).reciprocal(), self.bias.to(dtype)
+        if ids is None:
+            all_images, all_texts = local.gathered()
+        else:
+            local, (all_images, all_texts) = self._score(engine, local, scale, ids)
+        positive = (image.to(dtype) * text).sum(1)
+        weight = scale / batch
+        sigmoid, diagonal = ops.Sigmoid(scale, bias, weight), -weight.expand(len(image))
+        linear, mean_weight = scale * positive + bias, 1.0
+        if local.weights is not None:
+            anchor, mean_weight = local.weights[local.share], local.weights.mean()
+            sigmoid = sigmoid._replace(sides=(anchor / 2, local.weights / 2))
+            diagonal, positive, linear = diagonal * anchor, positive * anchor, linear * anchor
+        by_image = engine.pairwise(
+            local.pairs(image, all_texts),
+            sigmoid,
+            diagonal,
+            needs=(needs[0], needs[1] and ranks.size == 1),
+        )
+        gradients = by_image.gradients
+        if ranks.size > 1:
+            pairs = local.pairs(text, all_images)
+            by_text = engine.pairwise(pairs, sigmoid, diagonal, needs=(needs[1], False))
+            both = (gradients.rows, by_text.gradients.rows)
+            gradients = ops.Gradients(*(None if g is None else g * ranks.size for g in both))
+        sums = torch.stack([
+            (by_image.softplus - linear).sum(),
+            (by_image.similarity - positive).sum(),
+            by_image.weight.sum(),
+        ])  # fmt: skip
+        metrics: dict[str, Metric] = {"tau": scale.reciprocal, "bias": self.bias.detach().clone()}
+        value, similarity, probability = (ranks.sum(sums, purpose="sums") / batch).unbind()
+        return value, gradients, (scale * similarity, probability - mean_weight), metrics
 
     def _score(
         self, engine: ops.Implementation, local: Local, scale: Tensor, ids: Ids

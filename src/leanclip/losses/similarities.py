@@ -54,9 +54,7 @@ class Similarities:
         image, text, ranks = self.local.image, self.local.text, self.local.ranks
         positive = (image.to(ops.accumulator_dtype(image.dtype)) * text).sum(1)
         if ranks.size == 1:
-            by_image, by_text = self.engine.statistics(self._pairs(image, text), *self.scales)
-            assert by_text is not None
-            log_sum, mean = (torch.stack(both) for both in zip(by_image, by_text, strict=True))
+            log_sum, mean = (torch.stack(both) for both in zip(*self.both_sides(), strict=True))
             return log_sum, mean, positive
         sides = zip((image, text), self.gathered[::-1], self.scales, strict=True)
         local = [
@@ -66,6 +64,12 @@ class Similarities:
         scalars = torch.stack([*(side.log_sum for side in local), *(side.mean for side in local), positive], 1)
         gathered = ranks.gather(scalars, self.local.batch, purpose="scalars").T
         return gathered[0:2], gathered[2:4], gathered[4]
+
+    def both_sides(self) -> tuple[ops.Statistics, ops.Statistics]:
+        """Of one process."""
+        by_image, by_text = self.engine.statistics(self._pairs(self.local.image, self.local.text), *self.scales)
+        assert by_text is not None
+        return by_image, by_text
 
     def comparison(self, tau: Tensor, log_sum: Tensor, log_g: Tensor) -> Comparison:
         return Comparison(*self.gathered, tau, log_sum, log_g, self.local.groups, self.negatives)

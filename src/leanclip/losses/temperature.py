@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from leanclip.losses.device_scalars import DeviceScalars
 from leanclip.losses.objective import Anchors
 from leanclip.losses.sample_state import SIDES, SampleState
+from leanclip.ops import StoredTemperature
 
 GRADIENT_CLAMP = 5.0  # of the per-sample temperature gradient, as published
-DROP_BELOW, DROP_TO = 0.03, 1 / 3  # at low tau fastclip-v3's learning rate drops to a third, as published
+# At low tau fastclip-v3's learning rate drops to a third, as published.
+DROP_FROM, DROP_TO = math.log(1 / 0.03) - 1e-6, 1 / 3  # log(1/tau), with its rounding in float32
 
 
 class ConstantTemperature(nn.Module):
@@ -26,6 +28,9 @@ class ConstantTemperature(nn.Module):
 
     def mean(self) -> Tensor:
         return self.tau
+
+    def stored(self) -> StoredTemperature:
+        return StoredTemperature(self.tau, learned=False)
 
 
 class GlobalTemperature(nn.Module):
@@ -53,7 +58,7 @@ class GlobalTemperature(nn.Module):
             self.log_inv_tau.clamp_(self.low, self.high)
             return
         step = self.log_inv_tau - self.previous
-        dropped = self.previous >= math.log(1 / DROP_BELOW) - 1e-6  # float32 rounding of the threshold
+        dropped = self.previous >= DROP_FROM
         settled = self.previous + torch.where(dropped, step * DROP_TO, step)
         self.previous.copy_(settled.clamp_(self.low, self.high))
         self.log_inv_tau.copy_(self.previous)
@@ -61,6 +66,12 @@ class GlobalTemperature(nn.Module):
     def mean(self) -> Tensor:
         self.settle()
         return (-self.log_inv_tau.detach()).exp()
+
+    def stored(self) -> StoredTemperature:
+        """What a kernel needs to settle it."""
+        previous = self.previous if self.drops else None
+        bounds = self.low, self.high
+        return StoredTemperature(self.log_inv_tau.detach(), True, bounds, previous, DROP_FROM, DROP_TO)
 
 
 def _settle_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -4,6 +4,7 @@ Exact for a causal text tower that is pooled at the end token: no later token ca
 `padding_reason` gives the reason why another tower runs on padded texts.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from leanclip.ops.attention import SHORT_LENGTH, Packing, tile_begins
 
 STEPS, FEWER = 16, 4  # sizes of a packed batch in each doubling: compiled code is specialised on few of them
+MOST_BUCKETS = 4  # of texts of similar length, for towers that mask the padding
+SAVED_ON_CPU, SAVED_ON_GPU = 256, 8192  # tokens of padding; a bucket costs the launches of the tower's kernels
 MANY = 8192  # tokens: above this the total varies so little by chance that STEPS suffice, at 3% of padding
 
 
@@ -57,6 +60,40 @@ class Texts:
         tiles = tile_begins(offsets, tokens=places.size, longest=places.longest)
         packing = Packing(offsets, rows, positions, places.longest, tiles)
         return cls(tokens[rows, positions], ends, packing)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Padded texts by length, for a tower that masks the padding. Each bucket is as wide as its longest text."""
+
+    parts: tuple[Tensor, ...]  # (b, L) each
+    places: Tensor  # (B,) of each text among the rows of all parts
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @classmethod
+    def split(cls, tokens: Tensor, lengths: Tensor, rows: Sequence[Tensor]) -> "Buckets":
+        """Padded tokens (B, L), by the rows of each bucket; lengths and rows are on the host."""
+        parts = tuple(tokens[bucket.to(tokens.device), : int(lengths[bucket].max())] for bucket in rows)
+        return cls(parts, torch.cat(list(rows)).argsort().to(tokens.device, non_blocking=True))
+
+    def embedded(self, tower: Callable[[Tensor], Tensor]) -> Tensor:
+        """The embeddings of all texts, in their order."""
+        return torch.cat([tower(part) for part in self.parts]).index_select(0, self.places)
+
+
+def by_length(lengths: Tensor, *, least: int) -> list[Tensor]:
+    """The rows of texts by length, in as few buckets as it pays: each further one saves so many tokens of padding."""
+    buckets = [lengths.argsort()]
+    while len(buckets) < MOST_BUCKETS:
+        saved = [(lengths[rows[-1]] - lengths[rows]) * torch.arange(1, len(rows) + 1) for rows in buckets]
+        number = max(range(len(buckets)), key=lambda number: int(saved[number].max()))
+        if int(saved[number].max()) < least:
+            break
+        cut = int(saved[number].argmax()) + 1
+        buckets[number : number + 1] = buckets[number][:cut], buckets[number][cut:]
+    return buckets
 
 
 @dataclass(frozen=True)

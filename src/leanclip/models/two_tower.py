@@ -19,7 +19,17 @@ from leanclip.models.blocks import Block, adopt_blocks
 from leanclip.models.kernel_barriers import add_kernel_barriers
 from leanclip.models.open_clip_api import PreprocessCfg, VisionTransformer, image_transform_v2
 from leanclip.models.saved import CONFIG_FILE
-from leanclip.models.text_length import EndOfText, Texts, padding_reason, pooling, text_tower
+from leanclip.models.text_length import (
+    SAVED_ON_CPU,
+    SAVED_ON_GPU,
+    Buckets,
+    EndOfText,
+    Texts,
+    by_length,
+    padding_reason,
+    pooling,
+    text_tower,
+)
 from leanclip.models.towers.layers import (
     Side,
     TowerSummary,
@@ -73,6 +83,7 @@ class TwoTower(nn.Module):
         self.padding: int | None = text.config.pad_token_id if hasattr(text, "pooler") else None
         if self.padding is not None:  # transformers' own, which masks padding: trimmed to the longest of a batch
             self.padding_reason = None
+        self.buckets = True  # such texts by length; not with FSDP, where all ranks run the tower equally often
 
     def train(self, mode: bool = True) -> "TwoTower":
         super().train(mode)
@@ -84,7 +95,7 @@ class TwoTower(nn.Module):
         return self
 
     def forward(
-        self, images: Tensor, tokens: Tensor | Texts, between: Callable[[Tensor], None] | None = None
+        self, images: Tensor, tokens: Tensor | Texts | Buckets, between: Callable[[Tensor], None] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Both embeddings; `between` is called with those of the images before the text tower runs."""
         image = self.encode_image(images)
@@ -96,7 +107,7 @@ class TwoTower(nn.Module):
         """Unit vectors of images: uint8 pixels, the output of `transform`, or that of `image_features`."""
         return F.normalize(self._projected(0, images) if images.ndim == 2 else self._images(images), dim=-1)
 
-    def encode_text(self, tokens: Tensor | Texts) -> Tensor:
+    def encode_text(self, tokens: Tensor | Texts | Buckets) -> Tensor:
         """Unit vectors of texts: padded tokens (B, L), the output of `texts`, or that of `text_features`."""
         if isinstance(tokens, Tensor) and tokens.is_floating_point():
             return F.normalize(self._projected(1, tokens), dim=-1)
@@ -107,7 +118,7 @@ class TwoTower(nn.Module):
         with self.projection(0).left_out():
             return self._images(images)
 
-    def text_features(self, tokens: Tensor | Texts) -> Tensor:
+    def text_features(self, tokens: Tensor | Texts | Buckets) -> Tensor:
         """What the text tower computes before its projection, (B, D)."""
         with self.projection(1).left_out():
             return self._texts(tokens)
@@ -119,10 +130,12 @@ class TwoTower(nn.Module):
         options = {"recomputed": self.recomputed_blocks, "compile": self.compiled}
         return embed_images(visual, images, self.image_mean, self.image_std, **options)
 
-    def _texts(self, tokens: Tensor | Texts) -> Tensor:
+    def _texts(self, tokens: Tensor | Texts | Buckets) -> Tensor:
         texts = self.texts(tokens) if isinstance(tokens, Tensor) else tokens
         if isinstance(texts, Tensor):
             return self.clip.encode_text(texts, normalize=False)
+        if isinstance(texts, Buckets):
+            return texts.embedded(lambda tokens: self.clip.encode_text(tokens, normalize=False))
         return embed_texts(text_tower(self.clip), texts, recomputed=self.recomputed_blocks)
 
     def projection(self, side: int) -> Projection:
@@ -145,14 +158,17 @@ class TwoTower(nn.Module):
         dtype = next(self.clip.visual.parameters()).dtype
         return normalised(images, self.image_mean, self.image_std, dtype)
 
-    def texts(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor | Texts:
+    def texts(self, tokens: Tensor, lengths: Tensor | None = None) -> Tensor | Texts | Buckets:
         """Padded tokens without their padding, where the text tower allows it, on the model's device.
 
         Tokens or `lengths` on the host avoid a synchronisation with the device.
         """
         device = self.image_mean.device
         if self.padding is not None and not tokens.is_floating_point():
-            tokens = tokens[:, : max(1, int((tokens != self.padding).sum(-1).max()))]
+            lengths = (tokens != self.padding).sum(-1).clamp(min=1).cpu()
+            tokens = tokens[:, : int(lengths.max())].to(device, non_blocking=True)
+            rows = by_length(lengths, least=SAVED_ON_CPU if device.type == "cpu" else SAVED_ON_GPU)
+            return Buckets.split(tokens, lengths, rows) if self.buckets and len(rows) > 1 else tokens
         if self.end_of_text is None or tokens.is_floating_point():
             return tokens.to(device, non_blocking=True)
         if lengths is None:

@@ -5,11 +5,25 @@ normaliser. `implementation(name, ...)` selects the code that computes them.
 """
 
 from leanclip.ops.products import accumulator_dtype, row_maxima
-from leanclip.ops.selection import IMPLEMENTATIONS, available, implementation
-from leanclip.ops.types import Gradients, Implementation, Needs, Pairs, Pairwise, Sigmoid, Statistics, Terms
+from leanclip.ops.selection import IMPLEMENTATIONS, available, implementation, scalar_kernels
+from leanclip.ops.types import (
+    AnchorForm,
+    Estimates,
+    Gradients,
+    Implementation,
+    Needs,
+    Pairs,
+    Pairwise,
+    Sigmoid,
+    Statistics,
+    StoredTemperature,
+    Terms,
+)
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "AnchorForm",
+    "Estimates",
     "Gradients",
     "Implementation",
     "Needs",
@@ -17,9 +31,11 @@ __all__ = [
     "Pairwise",
     "Sigmoid",
     "Statistics",
+    "StoredTemperature",
     "Terms",
     "accumulator_dtype",
     "available",
     "implementation",
     "row_maxima",
+    "scalar_kernels",
 ]

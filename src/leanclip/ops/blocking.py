@@ -8,6 +8,9 @@ import math
 PARTIAL_BYTES = 128 << 20  # of partial sums, for each side
 WEIGHT_BYTES = 256 << 20  # of a block of weights
 LONGEST_STRIP = 32  # tiles
+# Up to so many pairs, launches and the host cost more than memory: statistics come from a matrix of float32
+# (64 MiB), and nothing is described to the copy engine.
+DENSE_PAIRS = 4096**2
 
 
 def ceil_div(total: int, part: int) -> int:

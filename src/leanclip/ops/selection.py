@@ -4,7 +4,7 @@ import functools
 import importlib
 import importlib.util
 import os
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +39,11 @@ def implementation(name: str, rows: Tensor) -> tuple[str, Implementation]:
             code="loss.no_triton",
         )
     return name, cast(Implementation, importlib.import_module(f"leanclip.ops.{name}"))
+
+
+def scalar_kernels(engine: Implementation) -> Any:
+    """An implementation's kernels for the scalars of the anchors, where it has them: `triton.scalars`."""
+    return getattr(engine, "scalars", None)
 
 
 def _why_not_triton(rows: Tensor) -> str | None:

@@ -4,7 +4,7 @@ Shape suffixes: R rows (anchors of one block), C columns (everything they are co
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -78,6 +78,39 @@ class Pairwise(NamedTuple):
     weight: Tensor  # (R,) sum_j sigmoid(z_ij)
     similarity: Tensor  # (R,) sum_j sigmoid(z_ij) s_ij
     gradients: Gradients
+
+
+class StoredTemperature(NamedTuple):
+    """One temperature for all anchors, as a loss keeps it between two optimizer steps."""
+
+    stored: Tensor  # () tau, or log(1/tau) where it is learned
+    learned: bool
+    bounds: tuple[float, float] = (0.0, 0.0)  # of log(1/tau)
+    previous: Tensor | None = None  # log(1/tau) before the optimizer's last step, if that step may shrink
+    drop_above: float = 0.0  # from this `previous` on the step shrinks
+    drop_to: float = 1.0  # this share of it
+
+
+class AnchorForm(NamedTuple):
+    """How a loss with one temperature turns statistics into its value, its slope and the weights of its anchors."""
+
+    decoupled: bool  # without a running estimate: the normaliser leaves the positive out
+    times_tau: bool  # the value is 2 tau (mean log norm + rho), else the cross-entropy
+    weight_by_tau: bool
+    slope: Literal["plain", "published", "exact"] | None  # of the value for log(1/tau)
+    slope_factor: float = 1.0  # plain
+    log_eps: float = 0.0
+    rho: float = 0.0
+
+
+class Estimates(NamedTuple):
+    """The running estimates of all samples, and the share of the newest batch."""
+
+    shares: Tensor  # (2,) of the old estimate and of the batch
+    image: Tensor  # (n,) log u
+    text: Tensor  # (n,)
+    visited: Tensor  # () how many samples have an estimate
+    update: bool
 
 
 class Implementation(Protocol):

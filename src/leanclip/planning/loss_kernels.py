@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from leanclip.ops import Gradients, Needs, Pairs, Pairwise, Sigmoid, Statistics, Terms
-from leanclip.ops.blocking import PARTIAL_BYTES, WEIGHT_BYTES, block_shape, ceil_div, panel_rows, strip_tiles
+from leanclip.ops.blocking import (
+    DENSE_PAIRS,
+    PARTIAL_BYTES,
+    WEIGHT_BYTES,
+    block_shape,
+    ceil_div,
+    panel_rows,
+    strip_tiles,
+)
 from leanclip.planning.step_trace import Kernel, Trace
 
 TILE = 128  # rows and columns
@@ -26,14 +34,18 @@ class TracedEngine:
         self, pairs: Pairs, row_scale: Tensor, col_scale: Tensor | None
     ) -> tuple[Statistics, Statistics | None]:
         num_rows, num_cols = len(pairs.rows), len(pairs.cols)
+        dense = num_rows * num_cols <= DENSE_PAIRS
         num_blocks = ceil_div(num_cols, TILE)
         panel = panel_rows(num_rows, TILE, PARTIAL_BYTES // (8 * num_blocks))
         strip_rows = TILE * strip_tiles(ceil_div(panel, TILE) * num_blocks, self.processors)
         strips = sum(ceil_div(min(panel, num_rows - row), strip_rows) for row in range(0, num_rows, panel))
         by_rows = Statistics(torch.empty(num_rows), torch.empty(num_rows))
         by_cols = None if col_scale is None else Statistics(torch.empty(num_cols), torch.empty(num_cols))
-        _partial = torch.empty(2, num_blocks, panel), torch.empty(2, strips, num_cols if by_cols else 1)
-        self._similarities(pairs)
+        if dense:
+            _matrix = torch.empty(num_rows, num_cols)
+        else:
+            _partial = torch.empty(2, num_blocks, panel), torch.empty(2, strips, num_cols if by_cols else 1)
+        self._similarities(pairs, written=8 * num_rows * num_cols if dense else 0)
         return by_rows, by_cols
 
     def gradients(

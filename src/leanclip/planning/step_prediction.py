@@ -58,6 +58,7 @@ class Predicted:
     parts: int  # micro-batches
     compiled: bool  # the towers' blocks
     cuda_graph: bool  # replays the step up to the gradients
+    feature_sizes: tuple[int | None, int | None] = (None, None)  # of locked towers that run once
 
     @property
     def peak(self) -> int:
@@ -135,12 +136,17 @@ def predict_step(
         parts=parts,
         compiled=model.compiled,
         cuda_graph=parts == 1 and uses_cuda_graph(config, model, first, CUDA),
+        feature_sizes=model.feature_sizes,
     )
 
 
 def _model(config: TrainConfig, ranks: int, steps: int) -> TwoTower:
     """As a run of so many steps on GPUs trains it, but what it compiles is compiled for the trace."""
     model = model_for_run(config, shapes_only=True)
+    if config.data.cache_locked:
+        locked = (tower.frozen_layers == tower.layers for tower in model.summary())
+        image, text = (model.projection(side).width if frozen else None for side, frozen in enumerate(locked))
+        model.feature_sizes = image, text
     if uses_compile(config, model, Ranks(0, ranks, None), CUDA, min(steps, config.run.max_steps or steps)):
         model.compile_towers(whole=False)
         if not (model.blockwise_image or config.parallel.fsdp):
@@ -171,12 +177,18 @@ def _batch(model: TwoTower, share: int, trace: Trace, caption_length: float | No
     """A rank's share: fake pixels; captions and ids stay real, since the step may read their values."""
     pixels = model.preprocess.size
     height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
+    image_size, text_size = model.feature_sizes
     images = torch.empty(share, 3, height, width, dtype=torch.uint8)
+    if image_size is not None:
+        images = torch.empty(share, image_size, dtype=torch.float16)
     trace.hold(images, "batch")
     with _disable_current_modes():
         row = model.tokenizer([""])
         tokens, ids = row.expand(share, -1), torch.arange(share)
         lengths = caption_lengths(share, caption_length, row.shape[1])
+    if text_size is not None:
+        tokens = torch.empty(share, text_size, dtype=torch.float16)
+        trace.hold(tokens, "batch")
     return _Share(images=images, tokens=tokens, sample_ids=ids, lengths=lengths)
 
 
@@ -190,6 +202,8 @@ def caption_lengths(count: int, mean: float | None, most: int) -> Tensor:
 
 def _packed(model: TwoTower, tokens: Tensor, lengths: Tensor) -> Tensor | Texts:
     """What `model.texts` gives on a GPU, without data."""
+    if tokens.is_floating_point():  # features
+        return tokens
     if model.end_of_text is None:
         return torch.empty_like(tokens)
     with _disable_current_modes():

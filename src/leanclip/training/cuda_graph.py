@@ -25,8 +25,8 @@ SHAPES = 4  # captured at most; each keeps its activations
 
 class Shape(NamedTuple):
     images: torch.Size
-    tokens: int
-    longest: int
+    texts: torch.Size
+    longest: int  # of packed captions
 
 
 class Captured(NamedTuple):
@@ -62,13 +62,16 @@ class CudaGraphs:
     def __call__(self, context: StepContext, batch: Batch) -> "GraphedStep | None":
         """The graph for this batch, which is copied into it; None where the step must run without a graph."""
         texts = batch.captions
-        if not isinstance(texts, Texts):
+        if isinstance(texts, Texts):
+            shape = Shape(batch.images.shape, texts.tokens.shape, texts.packing.longest)
+        elif isinstance(texts, Tensor) and texts.is_floating_point():  # features
+            shape = Shape(batch.images.shape, texts.shape, 0)
+        else:
             return None
         captured_for = context.loss, [table.data_ptr() for table in context.loss.buffers()]
         if captured_for != self.captured_for:
             self.graphs.clear()
             self.captured_for = captured_for
-        shape = Shape(batch.images.shape, len(texts.tokens), texts.packing.longest)
         if shape not in self.graphs:
             self.eager_steps[shape] += 1
             if self.eager_steps[shape] <= WARM_UP or len(self.graphs) == SHAPES:
@@ -81,7 +84,7 @@ class CudaGraphs:
 class GraphedStep:
     """A step up to its gradients, on tensors that keep their addresses."""
 
-    def __init__(self, graphs: CudaGraphs, context: StepContext, batch: Batch, texts: Texts) -> None:
+    def __init__(self, graphs: CudaGraphs, context: StepContext, batch: Batch, texts: Texts | Tensor) -> None:
         model, loss, device = graphs.model, context.loss, batch.images.device
         self.images, self.texts = batch.images.clone(), deepcopy(texts)
         given = (batch.sample_ids, batch.groups, batch.weights)
@@ -105,7 +108,7 @@ class GraphedStep:
         self.output, self.gradients = self.captured.result
         self.undo = None if self.state is None else self.state.undo
 
-    def fill(self, batch: Batch, texts: Texts) -> None:
+    def fill(self, batch: Batch, texts: Texts | Tensor) -> None:
         if self.state is not None:
             self.state.check(batch.sample_ids)  # on the host, without waiting for the device
         self.images.copy_(batch.images)
@@ -129,5 +132,7 @@ class GraphedStep:
         return LossOutput(loss=self.output.loss.clone(), metrics=self.output.metrics)
 
 
-def _tensors(texts: Texts) -> list[Tensor]:
+def _tensors(texts: Texts | Tensor) -> list[Tensor]:
+    if isinstance(texts, Tensor):
+        return [texts]
     return [texts.tokens, texts.ends, *(value for value in texts.packing if isinstance(value, Tensor))]

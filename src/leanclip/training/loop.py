@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,9 +127,11 @@ class _Trainer:
                     return Ending(self.checkpoints.finish_last(), stopped)
 
     def batches(self) -> Iterator[Batch]:
-        """The remaining batches of this epoch, on the device; the time spent waiting for them is counted."""
-        batches = self.job.loader.epoch(self.at.epoch, start=self.at.epoch_step)
-        batches = on_device(batches, self.job.device, self.job.dtype, self.job.pack)
+        """The remaining batches of the run, on the device; the time spent waiting for them is counted."""
+        job, at = self.job, self.at
+        firsts = chain([(at.epoch, at.epoch_step)], ((epoch, 0) for epoch in count(at.epoch + 1)))
+        batches = chain.from_iterable(job.loader.epoch(epoch, start=step) for epoch, step in firsts)
+        batches = on_device(islice(batches, job.steps - at.step), job.device, job.dtype, job.pack)
         while True:
             began = time.perf_counter()
             batch = next(batches, None)

@@ -41,6 +41,7 @@ def model_for_run(config: TrainConfig, start: ModelConfig | None = None, *, shap
         start_from_adapters(model.clip, Path(adapters))
     if blocks := config.parallel.grad_checkpointing:
         model.checkpoint_activations(None if blocks is True else blocks)
+    model.buckets = not config.parallel.fsdp
     if config.parallel.pad_text:
         model.end_of_text = model.padding = None
     return model
@@ -58,6 +59,8 @@ def uses_compile(config: TrainConfig, model: TwoTower, ranks: Ranks, device: tor
     setting, batch = config.parallel.compile, config.data.global_batch_size
     if setting != "auto" or device.type != "cuda":
         return setting == "on"
+    if None not in model.feature_sizes:  # no tower runs
+        return False
     assert batch is not None
     launches = SAVED_IN_GRAPH if uses_cuda_graph(config, model, ranks, device) else SAVED_LAUNCHES
     return steps * (tower_flops(model, batch / ranks.size) * SAVED_PER_OPERATION + launches) > COMPILE_SECONDS
@@ -66,9 +69,8 @@ def uses_compile(config: TrainConfig, model: TwoTower, ranks: Ranks, device: tor
 def uses_cuda_graph(config: TrainConfig, model: TwoTower, ranks: Ranks, device: torch.device) -> bool:
     setting, batch = config.parallel.graph, config.data.global_batch_size
     assert batch is not None
-    possible = (
-        device.type == "cuda" and ranks.size == 1 and not config.parallel.fsdp and model.end_of_text is not None
-    )
+    true_length = model.end_of_text is not None or model.feature_sizes[1] is not None
+    possible = device.type == "cuda" and ranks.size == 1 and not config.parallel.fsdp and true_length
     if setting == "on" and not possible:
         message = "--graph on needs one GPU, without --fsdp, and a text tower that runs at true length; leave it out"
         raise UserError(message, code="training.graph_unsupported")
@@ -76,13 +78,16 @@ def uses_cuda_graph(config: TrainConfig, model: TwoTower, ranks: Ranks, device: 
 
 
 def tower_flops(model: TwoTower, batch: float) -> float:
-    """Estimated operations of the towers in a step. In towers other than open_clip's transformers, each weight counts
-    once per patch of 16 x 16 pixels, or once per token of a caption."""
+    """Estimated operations of the towers in a step, none where features are stored. In towers other than open_clip's
+    transformers, each weight counts once per patch of 16 x 16 pixels, or once per token of a caption."""
     visual, texts = model.clip.visual, text_tower(model.clip)
-    text_work = CAPTION * sum(p.numel() for p in getattr(texts, "transformer", texts).parameters())
-    if model.blockwise_image:
+    image_size, text_size = model.feature_sizes
+    image_work = text_work = 0
+    if text_size is None:
+        text_work = CAPTION * sum(p.numel() for p in getattr(texts, "transformer", texts).parameters())
+    if image_size is None and model.blockwise_image:
         image_work = len(visual.positional_embedding) * sum(p.numel() for p in visual.transformer.parameters())
-    else:
+    elif image_size is None:
         size = model.preprocess.size
         height, width = (size, size) if isinstance(size, int) else size
         image_work = height * width // PATCH**2 * sum(p.numel() for p in visual.parameters())
@@ -90,5 +95,8 @@ def tower_flops(model: TwoTower, batch: float) -> float:
 
 
 def cuda_graph_pays(model: TwoTower, batch: int) -> bool:
-    """Whether launching takes longer than computing. Known for open_clip's own transformers only."""
-    return model.blockwise_image and model.end_of_text is not None and tower_flops(model, batch) < GRAPH_OPERATIONS
+    """Whether launching takes longer than computing. Known for open_clip's own transformers and stored features."""
+    image_size, text_size = model.feature_sizes
+    known_image = model.blockwise_image or image_size is not None
+    known_text = model.end_of_text is not None or text_size is not None
+    return known_image and known_text and tower_flops(model, batch) < GRAPH_OPERATIONS

@@ -73,7 +73,12 @@ class Job:
         return -(-self.steps // self.loader.steps_per_epoch)
 
     def pack(self, batch: Batch) -> Batch:
-        """A batch on the device with its captions packed for the text tower, by micro-batch."""
+        """A batch on the device with its features read there, or its captions packed for the text tower."""
+        sides = zip(self.features, (batch.images, batch.tokens), strict=True)
+        images, tokens = (side if table is None else table.gather(side) for table, side in sides)
+        batch = replace(batch, images=images, tokens=tokens)
+        if self.features.texts is not None:
+            return batch
         return batch.pack(self.model.texts, self.context.micro_batches)
 
     @property
@@ -170,7 +175,7 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     if ranks.rank > 0:
         torch.manual_seed(config.run.seed + 7919 * ranks.rank)  # so that dropout differs between ranks
     autocast = autocast_of(config.run.precision, device)
-    graph = uses_cuda_graph(config, model, ranks, device) and features == NO_FEATURES
+    graph = uses_cuda_graph(config, model, ranks, device)
     context = StepContext(
         towers=towers,
         loss=loss,
@@ -186,7 +191,7 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
         notes.append(f"warning: {problem}")
     micro_batches, peak_bytes = _micro_batches(context, model, config, device)
     context = replace(context, micro_batches=micro_batches)
-    threads = _set_threads(context, built) if device.type == "cpu" else None
+    threads = _set_threads(context, built, loader.workers) if device.type == "cpu" else None
     state = RunState(model=model, loss=loss, optimizer=context.optimizer, scale=context.scale, ema=ema, device=device)
     return Job(
         config=config, device=device, data=run.data, model=model, context=context, loader=loader, steps=run.steps,
@@ -303,6 +308,7 @@ def _locked_features(built: BuiltRun, notes: list[str], *, compute: bool) -> tup
         workers=config.data.workers,
         ranks=run.ranks,
         notify=notes.append,
+        device=run.device,
     )
     if not compute:
         notes.append(towers.expected(images=images, texts=texts))
@@ -311,7 +317,9 @@ def _locked_features(built: BuiltRun, notes: list[str], *, compute: bool) -> tup
     if val is None:
         return train, NO_FEATURES
     transform = EvaluationTransform(built.model.preprocess)
-    towers = replace(towers, source=val.source, ids=val.ids, data_name="held-out data", transform=transform, views=1)
+    towers = replace(
+        towers, source=val.source, ids=val.ids, data_name="held-out data", transform=transform, views=1, device=None
+    )
     return train, towers.features(images=images, texts=texts)
 
 
@@ -347,7 +355,7 @@ def _captions_of(data: Datasets, config: TrainConfig) -> np.ndarray | None:
     return exchanged_captions(ids, len(source), share, seed=config.run.seed)
 
 
-def _set_threads(context: StepContext, built: BuiltRun) -> Threads:
+def _set_threads(context: StepContext, built: BuiltRun, workers: int) -> Threads:
     """A resumed run keeps its own on the same number of processes: sums depend on it."""
     run, config, saved = built.run, built.config, built.run.saved
     same = saved is not None and saved.content.get("processes") == run.ranks.size
@@ -355,7 +363,7 @@ def _set_threads(context: StepContext, built: BuiltRun) -> Threads:
         context,
         built.model,
         share=run.ranks.largest_share(run.batch),
-        workers=config.data.workers,
+        workers=workers,
         flag=config.parallel.threads,
         saved=saved.content.get("threads") if saved is not None and same else None,
     )

@@ -36,6 +36,14 @@ class Projection:
             return features
         return matrix(features) if isinstance(matrix, nn.Module) else features @ matrix
 
+    @property
+    def width(self) -> int:
+        """Of the features."""
+        matrix = getattr(self.owner, self.name)
+        if isinstance(matrix, nn.Module):
+            return next(layer.in_features for layer in matrix.modules() if isinstance(layer, nn.Linear))
+        return matrix.shape[0]
+
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """Inside, the tower returns its features."""

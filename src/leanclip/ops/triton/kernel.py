@@ -1,5 +1,7 @@
 """Launches with a cache of compiled kernels: Triton's own look-up takes longer than a small kernel runs."""
 
+import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -7,6 +9,13 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 _compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def run(
@@ -41,4 +50,6 @@ def _specialization(argument: Any) -> Any:
         return argument == 1, argument % 16 == 0, argument >= 1 << 31
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, float):
+        return float
     return argument.base.dtype, tuple(argument.block_shape)

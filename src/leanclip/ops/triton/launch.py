@@ -3,12 +3,10 @@
 Peak extra memory: the results, one block of weights (WEIGHT_BYTES) and the partial sums (PARTIAL_BYTES per side).
 """
 
-import contextlib
 import functools
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,13 +15,23 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from leanclip.ops import products
-from leanclip.ops.blocking import PARTIAL_BYTES, WEIGHT_BYTES, block_shape, ceil_div, panel_rows, strip_tiles
+from leanclip.ops.blocking import (
+    DENSE_PAIRS,
+    PARTIAL_BYTES,
+    WEIGHT_BYTES,
+    block_shape,
+    ceil_div,
+    panel_rows,
+    strip_tiles,
+)
 from leanclip.ops.selection import device_capability
 from leanclip.ops.triton import configs
-from leanclip.ops.triton.kernel import run
-from leanclip.ops.triton.sums import finish, largest_norms, statistics_kernel
+from leanclip.ops.triton.kernel import on_device, run
+from leanclip.ops.triton.sums import dense_statistics, finish, largest_norms, statistics_kernel
 from leanclip.ops.triton.weights import pairwise_kernel, weights_kernel
 from leanclip.ops.types import Gradients, Needs, Pairs, Pairwise, Sigmoid, Statistics, Terms
+
+DENSE_BLOCK, DENSE_CHUNK = 16, 256  # anchors of a program, and how many others it reads at once
 
 
 class _Launch(NamedTuple):
@@ -31,6 +39,7 @@ class _Launch(NamedTuple):
 
     pairs: Pairs
     capability: int  # 0 in the interpreter
+    dense: bool
 
     @classmethod
     def of(cls, pairs: Pairs) -> "_Launch":
@@ -38,7 +47,8 @@ class _Launch(NamedTuple):
         if capability:
             _bind_context(pairs.rows.device)
         rows, cols = pairs.rows.detach().contiguous(), pairs.cols.detach().contiguous()
-        return cls(replace(pairs, rows=rows, cols=cols), capability)
+        pairs = replace(pairs, rows=rows, cols=cols)
+        return cls(pairs, capability, rows.shape[0] * cols.shape[0] <= DENSE_PAIRS)
 
     def config(self, kernel: str) -> configs.Config:
         return configs.config(kernel, self.capability) if self.capability else configs.INTERPRETED
@@ -50,9 +60,10 @@ class _Launch(NamedTuple):
     @property
     def tma(self) -> bool:
         """Whether the copy engine of Hopper and later loads the tiles; it requires rows that start on 16 bytes."""
+        if self.capability < 90 or self.dense:
+            return False
         rows, cols = self.pairs.rows, self.pairs.cols
-        aligned = rows.shape[1] * rows.itemsize % 16 == 0 and rows.data_ptr() % 16 == 0 and cols.data_ptr() % 16 == 0
-        return self.capability >= 90 and aligned
+        return rows.shape[1] * rows.itemsize % 16 == 0 and rows.data_ptr() % 16 == 0 and cols.data_ptr() % 16 == 0
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -74,15 +85,13 @@ class _Launch(NamedTuple):
 
     def groups(self) -> tuple[Tensor, Tensor]:
         """Without groups the kernels get any pointer, and do not read it."""
-        row_groups, col_groups = self.pairs.groups or (self.pairs.rows, self.pairs.cols)
+        if self.pairs.groups is None:
+            return self.pairs.rows, self.pairs.cols
+        row_groups, col_groups = self.pairs.groups
         return row_groups.contiguous(), col_groups.contiguous()
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.pairs.rows.device)
-
-    def device(self) -> AbstractContextManager[Any]:
-        """Triton launches on the current device."""
-        return torch.cuda.device(self.pairs.rows.device) if self.capability else contextlib.nullcontext()
 
 
 @functools.cache
@@ -104,11 +113,48 @@ def _bind_context(device: torch.device) -> None:
 def statistics(pairs: Pairs, row_scale: Tensor, col_scale: Tensor | None) -> tuple[Statistics, Statistics | None]:
     """Equals `reference.statistics`. Equal single scales on both sides halve the exponentials."""
     launch = _Launch.of(pairs)
-    with launch.device():
-        return _statistics(launch, row_scale.detach(), None if col_scale is None else col_scale.detach())
+    compute = _dense_statistics if launch.dense else _fused_statistics
+    with on_device(launch.pairs.rows):
+        return compute(launch, row_scale, col_scale)
 
 
-def _statistics(launch: _Launch, row_scale: Tensor, col_scale: Tensor | None) -> tuple[Statistics, Statistics | None]:
+def _dense_statistics(
+    launch: _Launch, row_scale: Tensor, col_scale: Tensor | None
+) -> tuple[Statistics, Statistics | None]:
+    rows, cols = launch.pairs.rows, launch.pairs.cols
+    matrix, by_rows = launch.empty(len(rows), len(cols)), launch.empty(2, len(rows))
+    by_cols = None if col_scale is None else launch.empty(2, len(cols))
+    products.similarities(rows, cols, out=matrix)
+    constants = launch.constants()
+    del constants["DIM"]
+    run(
+        dense_statistics,
+        (ceil_div(max(matrix.shape), DENSE_BLOCK), 1 if by_cols is None else 2, 1),
+        (
+            matrix,
+            row_scale,
+            row_scale if col_scale is None else col_scale,
+            *launch.groups(),
+            by_rows,
+            by_rows if by_cols is None else by_cols,
+            *matrix.shape,
+            launch.pairs.offset,
+        ),
+        {
+            "BLOCK": DENSE_BLOCK,
+            "CHUNK": DENSE_CHUNK,
+            "ROW_VECTOR": row_scale.ndim == 1,
+            "COL_VECTOR": col_scale is not None and col_scale.ndim == 1,
+        }
+        | constants,
+        {"num_warps": 4},
+    )
+    return Statistics(*by_rows.unbind()), None if by_cols is None else Statistics(*by_cols.unbind())
+
+
+def _fused_statistics(
+    launch: _Launch, row_scale: Tensor, col_scale: Tensor | None
+) -> tuple[Statistics, Statistics | None]:
     config = launch.config("statistics")
     num_rows, num_cols = len(launch.pairs.rows), len(launch.pairs.cols)
     squares = _squared_norms(launch)
@@ -214,8 +260,8 @@ def gradients(
     """Equals `reference.gradients`. Equal single scales need one exponential per pair, not two."""
     launch = _Launch.of(pairs)
     constants = {"ROW_VECTOR": row_terms.scale.ndim == 1, "COL_VECTOR": col_terms.scale.ndim == 1}
-    scalars = tuple(tensor.detach().contiguous() for tensor in (*row_terms, *col_terms, diagonal))
-    with launch.device():
+    scalars = tuple(tensor.contiguous() for tensor in (*row_terms, *col_terms, diagonal))
+    with on_device(launch.pairs.rows):
         weights = _WeightBlocks(launch, launch.config("weights"), needs)
         if any(needs):
             for block in weights.blocks():
@@ -230,9 +276,9 @@ def pairwise(pairs: Pairs, sigmoid: Sigmoid, diagonal: Tensor, *, needs: Needs =
     weighted = sigmoid.sides is not None
     # Without weights of the sides the kernel gets any pointer, and does not read it.
     tensors = (*sigmoid[:3], diagonal, *(sigmoid.sides or (diagonal, diagonal)))
-    scalars = tuple(tensor.detach().contiguous() for tensor in tensors)
+    scalars = tuple(tensor.contiguous() for tensor in tensors)
     num_cols = len(pairs.cols)
-    with launch.device():
+    with on_device(launch.pairs.rows):
         weights = _WeightBlocks(launch, config, needs)
         partial = launch.empty(3, ceil_div(num_cols, config.block_c), weights.height)
         sums = launch.empty(3, len(pairs.rows))

@@ -206,6 +206,11 @@ def finish(
         largest = tl.where(lost, exact_largest, largest)
         total = tl.where(lost, exact_total, total)
         weighted = tl.where(lost, exact_weighted, weighted)
+    store_statistics(log_sum, mean, at, end, largest, total, weighted)
+
+
+@triton.jit
+def store_statistics(log_sum, mean, at, end, largest, total, weighted):
     any_pair = total > 0
     safe = tl.where(any_pair, total, 1.0)
     tl.store(log_sum + at, tl.where(any_pair, tl.log(safe) + largest, float("-inf")), at < end)
@@ -228,12 +233,67 @@ def running_sums(
             similarity, row, col, end, num_others, offset, anchor_groups, other_groups,
             BLOCK, BLOCK_C, MASK_POSITIVES, GROUPS,
         )  # fmt: skip
-        logits = tl.where(similarity == LEFT_OUT, float("-inf"), similarity * scales[:, None])
-        now = tl.maximum(largest, tl.max(logits, 1))
-        shift = tl.where(now == float("-inf"), 0.0, now)
-        shrink = exponential(largest - shift)
-        terms = exponential(logits - shift[:, None])
-        total = total * shrink + tl.sum(terms, 1)
-        weighted = weighted * shrink + tl.sum(terms * similarity, 1)
-        largest = now
+        largest, total, weighted = add_tile(similarity, scales, largest, total, weighted)
     return tl.where(largest == float("-inf"), 0.0, largest), total, weighted
+
+
+@triton.jit
+def add_tile(similarity, scales, largest, total, weighted):
+    """The running sums with the columns of one more tile, where LEFT_OUT marks pairs that do not count."""
+    logits = tl.where(similarity == LEFT_OUT, float("-inf"), similarity * scales[:, None])
+    now = tl.maximum(largest, tl.max(logits, 1))
+    shift = tl.where(now == float("-inf"), 0.0, now)
+    shrink = exponential(largest - shift)
+    terms = exponential(logits - shift[:, None])
+    return now, total * shrink + tl.sum(terms, 1), weighted * shrink + tl.sum(terms * similarity, 1)
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def dense_statistics(
+    similarities, row_scale, col_scale, row_groups, col_groups, by_rows, by_cols, num_rows, num_cols, offset,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, ROW_VECTOR: tl.constexpr, COL_VECTOR: tl.constexpr,
+    MASK_POSITIVES: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Statistics from a stored matrix: of its rows in the programs (i, 0), of its columns in those (i, 1).
+
+    by_rows (2, rows) and by_cols (2, columns) receive the log-sums, then the means.
+    """
+    if tl.program_id(1) == 0:
+        dense_side(
+            similarities, row_scale, row_groups, col_groups, by_rows, num_rows, num_cols, offset,
+            BLOCK, CHUNK, False, ROW_VECTOR, MASK_POSITIVES, GROUPS,
+        )  # fmt: skip
+    else:
+        dense_side(
+            similarities, col_scale, col_groups, row_groups, by_cols, num_cols, num_rows, -offset,
+            BLOCK, CHUNK, True, COL_VECTOR, MASK_POSITIVES, GROUPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def dense_side(
+    similarities, scale, anchor_groups, other_groups, result, num_anchors, num_others, offset,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr, VECTOR: tl.constexpr,
+    MASK_POSITIVES: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    scales = load_scales(scale, at, num_anchors, VECTOR)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, num_others, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        if TRANSPOSED:  # loaded as it lies in memory
+            inside = (other < num_others)[:, None] & (at < num_anchors)[None, :]
+            tile = tl.trans(tl.load(similarities + other[:, None] * num_anchors + at[None, :], inside, 0.0))
+        else:
+            inside = (at < num_anchors)[:, None] & (other < num_others)[None, :]
+            tile = tl.load(similarities + at[:, None] * num_others + other[None, :], inside, 0.0)
+        tile = leave_out(
+            tile, first, start, num_anchors, num_others, offset, anchor_groups, other_groups,
+            BLOCK, CHUNK, MASK_POSITIVES, GROUPS,
+        )  # fmt: skip
+        largest, total, weighted = add_tile(tile, scales, largest, total, weighted)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    store_statistics(result, result + num_anchors, at, num_anchors, largest, total, weighted)

@@ -1,0 +1,103 @@
+"""Tables and figures of the study of wrong captions (wrong_captions.py)."""
+
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from line_chart import STYLE
+from measurements import Table
+from stats import paired, percent
+from wrong_captions import BATCH_ARMS, SHARES, STAIRS, stored
+
+BOOTSTRAP_DRAWS = 10_000
+
+
+def compared(path: Path) -> dict[tuple[float, int, str], dict[int, dict[str, str]]]:
+    """The rows of the comparison by share, batch and arm, then by seed."""
+    result: dict[tuple[float, int, str], dict[int, dict[str, str]]] = {}
+    for trial, row in sorted(stored(path).items()):
+        if trial.phase == "compare":
+            result.setdefault((trial.exchanged, trial.batch, trial.arm), {})[trial.seed] = row
+    return result
+
+
+def means(seeds: Mapping[int, Mapping[str, str]]) -> dict[int, float]:
+    return {seed: float(row["mean"]) for seed, row in seeds.items()}
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """95%, by bootstrap."""
+    draw = random.Random(0)
+    means = sorted(statistics.fmean(draw.choices(differences, k=len(differences))) for _ in range(BOOTSTRAP_DRAWS))
+    return means[BOOTSTRAP_DRAWS // 40], means[-BOOTSTRAP_DRAWS // 40]
+
+
+def tables(path: Path) -> dict[str, Table]:
+    """`wrong_captions`: every arm at batch 128, against v1-auto; `wrong_captions_batches`: means by batch."""
+    cells, lines = compared(path), []
+    for (share, batch, arm), seeds in cells.items():
+        default = cells.get((share, batch, "v1-auto"), {})
+        if batch != 128:
+            continue
+        difference = ["", "", ""]
+        common = sorted(seeds.keys() & default.keys())
+        if arm != "v1-auto" and len(common) > 1:
+            ours, theirs = ([means(side)[seed] for seed in common] for side in (default, seeds))
+            low, high = interval([a - b for a, b in zip(ours, theirs, strict=True)])
+            result = paired(ours, theirs)
+            difference = [str(result), f"{100 * low:+.2f} to {100 * high:+.2f}", f"{result.p:.2g}"]
+        first = next(iter(seeds.values()))
+        measured = [
+            [float(row[name]) for row in seeds.values() if row[name]]
+            for name in ("share", "auroc", "precision", "by_heart")
+        ]
+        lines.append([
+            f"{share:.0%}", arm, first["head"], f"{float(first['lr']):g}", f"{float(first['tau']):g}",
+            str(len(seeds)), percent(list(means(seeds).values())), *difference,
+            *(f"{100 * statistics.fmean(values):.1f}" if values else "" for values in measured),
+        ])  # fmt: skip
+    columns = [
+        "exchanged", "arm", "head", "lr", "tau", "seeds", "mean recall@10", "v1-auto minus it", "95%", "p",
+        "estimated share", "AUROC", "precision", "wrong pairs by heart",
+    ]  # fmt: skip
+    sizes = sorted({batch for _, batch, _ in cells})
+    by_batch = [
+        [
+            f"{share:.0%}",
+            arm,
+            *(percent(list(means(cells[share, b, arm]).values())) if (share, b, arm) in cells else "" for b in sizes),
+        ]
+        for share in (0.0, 0.2)
+        for arm in BATCH_ARMS
+    ]
+    batches = Table(["exchanged", "arm", *(f"batch {size}" for size in sizes)], by_batch)
+    return {"wrong_captions": Table(columns, lines), "wrong_captions_batches": batches}
+
+
+def draw(path: Path) -> None:
+    """The stairs over the share of wrong captions, and the arms over the batch, with the deviation over seeds."""
+    cells = compared(path)
+    with plt.style.context(STYLE):
+        figure, (left, clean, wrong) = plt.subplots(1, 3, figsize=(12, 3.8), sharey=True)
+        for arm in STAIRS:
+            points = [(100 * share, cells[share, 128, arm]) for share in SHARES if (share, 128, arm) in cells]
+            _line(left, points, arm)
+        for axes, share in ((clean, 0.0), (wrong, 0.2)):
+            for arm in BATCH_ARMS:
+                sizes = sorted(batch for s, batch, a in cells if (s, a) == (share, arm))
+                _line(axes, [(batch, cells[share, batch, arm]) for batch in sizes], arm)
+            axes.set_xscale("log", base=2)
+            axes.set(xlabel="batch", title=f"{share:.0%} of the captions wrong")
+        left.set(xlabel="% of the captions wrong", ylabel="mean of four recall@10 in %", title="batch 128")
+        left.legend(fontsize="small")
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        plt.close(figure)
+
+
+def _line(axes: Any, points: Sequence[tuple[float, Mapping[int, Mapping[str, str]]]], label: str) -> None:
+    values = [[100 * value for value in means(seeds).values()] for _, seeds in points]
+    spreads = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in values]
+    axes.errorbar([x for x, _ in points], [statistics.fmean(v) for v in values], spreads, label=label, capsize=2)
