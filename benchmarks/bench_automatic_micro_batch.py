@@ -18,7 +18,7 @@ from steps import append_rows, device_name
 
 import leanclip
 from leanclip.config import override
-from leanclip.data import on_device
+from leanclip.data import Batch
 from leanclip.runs import TrainConfig
 from leanclip.training import Job, set_up, setup
 from leanclip.training.step import training_step
@@ -30,7 +30,7 @@ STEPS = 2
 
 def job_of(model: str, batch: int, micro_batch: int | None = None) -> Job:
     values: dict[str, Any] = {
-        "train_data": f"synthetic:{4 * batch}", "model": model, "global_batch_size": batch, "epochs": 1, "workers": 4,
+        "train_data": f"synthetic:{batch}", "model": model, "global_batch_size": batch, "epochs": 1, "workers": 8,
         "loss": "infonce", "compile": "on" if torch.cuda.is_available() else "off", "name": "unused",
     }  # fmt: skip
     return set_up(
@@ -38,16 +38,16 @@ def job_of(model: str, batch: int, micro_batch: int | None = None) -> Job:
     )
 
 
-def losses(job: Job) -> list[float]:
-    batches = on_device(job.loader.epoch(0), job.device, job.dtype, job.pack)
-    return [training_step(job.context, next(batches)).loss.item() for _ in range(STEPS)]
+def losses(job: Job, batch: Batch) -> list[float]:
+    packed = job.pack(batch)
+    return [training_step(job.context, packed).loss.item() for _ in range(STEPS)]
 
 
-def fits(job: Job, size: int) -> bool:
+def fits(job: Job, batch: Batch, size: int) -> bool:
     count = -(-job.context.global_batch // size)
     job = replace(job, context=replace(job.context, micro_batches=count))
     try:
-        losses(job)
+        losses(job, batch)
         return True
     except torch.cuda.OutOfMemoryError:
         return False
@@ -57,7 +57,7 @@ def fits(job: Job, size: int) -> bool:
         torch.cuda.empty_cache()
 
 
-def measure(model: str, batch: int) -> dict[str, Any]:
+def measure(model: str, size: int) -> dict[str, Any]:
     probe, seconds = setup.probe_micro_batch, [0.0]
 
     def timed(*arguments: Any, **options: Any) -> Any:
@@ -68,15 +68,16 @@ def measure(model: str, batch: int) -> dict[str, Any]:
             seconds[0] = time.perf_counter() - began
 
     setup.probe_micro_batch = timed
-    automatic = job_of(model, batch)
+    automatic = job_of(model, size)
     setup.probe_micro_batch = probe
-    chosen = -(-batch // automatic.context.micro_batches)
-    equal = losses(automatic) == losses(job_of(model, batch, chosen))
-    low, high = chosen, min(batch, 2 * chosen)
+    chosen = -(-size // automatic.context.micro_batches)
+    batch = next(automatic.loader.epoch(0)).to(automatic.device, automatic.dtype)
+    equal = losses(automatic, batch) == losses(job_of(model, size, chosen), batch)
+    low, high = chosen, min(size, 2 * chosen)
     while torch.cuda.is_available() and high - low > max(8, chosen // 64):
         middle = (low + high) // 16 * 8
-        low, high = (middle, high) if fits(automatic, middle) else (low, middle)
-    return {"batch": batch, "chosen": chosen, "largest": low, "seconds": round(seconds[0], 2), "equal_losses": equal}
+        low, high = (middle, high) if fits(automatic, batch, middle) else (low, middle)
+    return {"batch": size, "chosen": chosen, "largest": low, "seconds": round(seconds[0], 2), "equal_losses": equal}
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ fi
 has pytest || { echo "gpu_check: pytest is not installed; add it to PYTHONPATH or install the dev extra" >&2; exit 2; }
 
 # `timeout` in pyproject.toml is an option of pytest-timeout; without it pytest warns, and warnings are errors.
-options=(-q -p no:cacheprovider -W ignore::pytest.PytestConfigWarning)
+options=(-q -p no:cacheprovider -p no:benchmark -W ignore::pytest.PytestConfigWarning)
 names=() pids=()
 start() { # NAME ARGUMENTS...
     names+=("$1")

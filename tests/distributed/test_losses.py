@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from losses_worker import BATCH, CASES, SAMPLES, run, run_all
+from losses_worker import BATCH, CASES, SAMPLES, STEPS, run, run_all
 from ranks_job import run_ranks
 
 from leanclip.distributed import Ranks
@@ -38,7 +38,8 @@ def test_ranks_equal_one_process(index, ranks_results, float64):
     alone = run(name, hyper, Ranks(0, 1, None))
     assert_equal_to_one_process(ranks_results, index, alone)
     if "pair_weights" in hyper:
-        assert alone["state pair_weights.fit"][0] == 1  # so the last step had learned weights
+        fit = alone["state pair_weights.fit"]
+        assert fit[0] == 1 and fit[-1] == STEPS - 1  # so the last two steps had learned weights, of a fit each
 
 
 def test_equal_shares_need_no_padding(ranks_results, float64):

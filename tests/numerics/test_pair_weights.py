@@ -27,8 +27,8 @@ def pairs(wrong: float, samples: int = SAMPLES) -> tuple[torch.Tensor, torch.Ten
     return image, text, is_wrong
 
 
-def create(name: str, samples: int = SAMPLES, mode: Mode = "auto") -> ContrastiveLoss:
-    return leanclip.create_loss(name, num_samples=samples, tau=0.1, pair_weights=mode)
+def create(name: str, samples: int = SAMPLES, mode: Mode = "auto", captions: int = 1) -> ContrastiveLoss:
+    return leanclip.create_loss(name, num_samples=samples, tau=0.1, pair_weights=mode, captions_per_sample=captions)
 
 
 def run(loss: ContrastiveLoss, image: torch.Tensor, text: torch.Tensor, epochs: range, steps: range | None = None):
@@ -40,14 +40,19 @@ def run(loss: ContrastiveLoss, image: torch.Tensor, text: torch.Tensor, epochs: 
             loss.set_epoch(epoch, 9)
             ids = order[step * BATCH : (step + 1) * BATCH]
             sides = [side[ids].requires_grad_() for side in (image, text)]
-            value = loss(*sides, ids).loss
+            value = loss(*sides, ids, caption_numbers=(ids + epoch) % 3).loss
             results += [value.detach(), *torch.autograd.grad(value, sides)]
     return results
 
 
 def weights_of(loss: ContrastiveLoss) -> torch.Tensor:
+    """Of every sample, or (samples, captions)."""
     assert loss.state is not None and loss.pair_weights is not None
-    return loss.pair_weights.weights({name: loss.state.table(name) for name in ("score", "scored")})
+    stored, captions = {n: loss.state.table(n) for n in ("score", "scored")}, loss.pair_weights.captions_per_sample
+    if captions == 1:
+        return loss.pair_weights.weights(stored)
+    columns = torch.arange(captions).expand(loss.state.num_samples, -1).T
+    return torch.stack([loss.pair_weights.weights(stored, column) for column in columns], 1)
 
 
 def auroc(score: torch.Tensor, is_wrong: torch.Tensor) -> float:
@@ -72,20 +77,21 @@ def test_wrong_pairs_lose_their_weight_and_clean_data_keeps_all(name, share):
         assert weights[is_wrong].mean() < 0.15 and weights[~is_wrong].mean() > 0.95
 
 
-@pytest.mark.parametrize("name", ["infonce", "siglip", "fastclip-v2", "fastclip-v3"])
-def test_on_clean_data_the_gradients_are_those_without_weights(name):
+@pytest.mark.parametrize(("name", "captions"), [*((name, 1) for name in leanclip.LOSSES), ("dcl", 2), ("siglip", 2)])
+def test_on_clean_data_the_gradients_are_those_without_weights(name, captions):
     image, text, _ = pairs(0.0)
     modes: tuple[Mode, ...] = ("learned", "auto", "off")
-    learned, auto, plain = (run(create(name, mode=mode), image, text, range(4)) for mode in modes)
+    learned, auto, plain = (run(create(name, SAMPLES, mode, captions), image, text, range(4)) for mode in modes)
     assert all(torch.equal(one, other) for one, other in zip(auto, plain, strict=True))
     assert not all(torch.equal(one, other) for one, other in zip(learned, plain, strict=True))
 
 
+@pytest.mark.parametrize("captions", [1, 2])
 @pytest.mark.parametrize("name", ["dcl", "siglip", "fastclip-v2"])
-def test_a_run_continues_from_its_state(name):
+def test_a_run_continues_from_its_state(name, captions):
     """Inside an epoch too: the fit is that of the epoch's start."""
     image, text, _ = pairs(0.2)
-    whole, half, rest = create(name), create(name), create(name)
+    whole, half, rest = (create(name, captions=captions) for _ in range(3))
     expected = run(whole, image, text, range(3)) + run(whole, image, text, range(3, 5))
     run(half, image, text, range(3))
     run(half, image, text, range(3, 4), range(5))
@@ -95,9 +101,10 @@ def test_a_run_continues_from_its_state(name):
     assert weights_of(whole).ne(1).any() and torch.equal(weights_of(whole), weights_of(rest))
 
 
-def test_rollback_undoes_a_visit():
+@pytest.mark.parametrize("captions", [1, 2])
+def test_rollback_undoes_a_visit(captions):
     image, text, _ = pairs(0.2)
-    loss = create("infonce")
+    loss = create("infonce", captions=captions)
     run(loss, image, text, range(1), range(3))
     before = {name: value.clone() for name, value in loss.state_dict().items()}
     run(loss, image, text, range(1), range(3, 4))
@@ -119,13 +126,19 @@ def test_an_id_twice_in_a_batch_counts_once_and_evaluation_not_at_all():
     assert loss.state.table("scored").sum() == 7
 
 
-def test_one_wrong_caption_of_five_is_found():
+def five_captions() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Embeddings by caption, and which captions are wrong: one of every fifth image."""
     draw = torch.Generator().manual_seed(2)
     images = normalize(torch.randn(SAMPLES // 5, DIM, generator=draw), dim=1).repeat_interleave(5, 0)
     _, noise, _ = pairs(0.0)
     texts = normalize(images + 0.13 * DIM**0.5 * noise, dim=1)
-    wrong = torch.arange(SAMPLES) % 25 == 0  # one caption of every fifth image
+    wrong = torch.arange(SAMPLES) % 25 == 0
     texts[wrong] = texts[wrong].roll(1, 0)
+    return images, texts, wrong
+
+
+def test_one_wrong_caption_of_five_is_found_by_ids_of_texts():
+    (images, texts, wrong), draw = five_captions(), torch.Generator().manual_seed(2)
     loss = create("fastclip-v1")
     for epoch in range(2):
         loss.set_epoch(epoch, 9)
@@ -134,6 +147,67 @@ def test_one_wrong_caption_of_five_is_found():
     loss.set_epoch(2, 9)
     weights = weights_of(loss)
     assert weights[wrong].mean() < 0.2 and weights[~wrong].mean() > 0.95
+
+
+@pytest.mark.parametrize("name", ["dcl", "siglip", "fastclip-v2"])
+def test_one_wrong_caption_of_five_is_found_by_their_numbers(name):
+    """As a run visits them: of every image one caption in each epoch, drawn at random. By sample it is not found."""
+    (images, texts, wrong), draw = five_captions(), torch.Generator().manual_seed(3)
+    by_caption, by_sample = create(name, SAMPLES // 5, captions=5), create(name, SAMPLES // 5)
+    for epoch in range(16):
+        drawn = torch.randint(5, (SAMPLES // 5,), generator=draw)
+        for loss in (by_caption, by_sample):
+            loss.set_epoch(epoch, 17)
+            for ids in torch.randperm(SAMPLES // 5, generator=draw).split(120):
+                pair = 5 * ids + drawn[ids]
+                loss(images[pair], texts[pair], ids, caption_numbers=drawn[ids])
+    for loss in (by_caption, by_sample):
+        loss.set_epoch(16, 17)
+    assert by_caption.state is not None and by_caption.pair_weights is not None
+    weights, score = weights_of(by_caption).flatten(), by_caption.state.table("score").flatten()
+    visited = by_caption.state.table("scored").flatten() > 1
+    assert auroc(score[visited], wrong[visited]) > 0.99
+    assert weights[wrong & visited].mean() < 0.2 and weights[~wrong].mean() > 0.95
+    assert 0.02 < by_caption.pair_weights.fit[6] < 0.08  # 4% are wrong
+    assert weights_of(by_sample).repeat_interleave(5)[wrong].mean() > 0.5
+
+
+def test_a_caption_with_few_visits_is_judged_by_all_captions_of_its_sample():
+    loss = create("infonce", 4, "learned", captions=3)
+    assert loss.state is not None and loss.pair_weights is not None
+    loss.state.get_buffer("score").copy_(torch.tensor([[3.0, 3, 0], [0, 3, 0], [0, 3, 0], [0, 0, 3]]))
+    loss.state.get_buffer("scored").copy_(torch.tensor([[2.0, 2, 0], [2, 1, 0], [9, 1, 0], [0, 0, 1]]))
+    loss.pair_weights.fit.copy_(torch.tensor([1.0, *Fit(0.0, 0.5, 3.0, 0.5, 0.2), 0.2, 2.0]))
+    expected = [[0, 0, 0], [1, 1, 1], [1, 1, 1], [1, 1, 1]]  # the mean of the second sample is 1
+    assert weights_of(loss).round(decimals=2).tolist() == expected
+    columns = loss.pair_weights.columns(torch.tensor([0, 4, 2]), 3)
+    assert columns is not None and columns.tolist() == [0, 1, 2]
+
+
+def test_tables_of_captions_grow_and_are_refused_where_they_do_not_fit():
+    image, text, _ = pairs(0.2)
+    loss, other, single = (create("infonce", captions=captions) for captions in (3, 3, 1))
+    run(loss, image, text, range(1))
+    before = loss.state_dict()["state.score"].clone()
+    loss.resize(SAMPLES + 5)
+    assert loss.state is not None and loss.state.table("score").shape == (SAMPLES + 5, 3)
+    assert torch.equal(loss.state.table("score")[:SAMPLES], before) and before.any()
+    assert not loss.state.table("score")[SAMPLES:].any()
+    other.resize(SAMPLES + 5)
+    other.load_state_dict(loss.state_dict())
+    single.resize(SAMPLES + 5)
+    with pytest.raises(RuntimeError, match="score"):
+        single.load_state_dict(loss.state_dict())
+
+
+def test_a_null_score_takes_no_other_caption_of_the_same_image():
+    image, text, _ = pairs(0.0, 8)
+    images = torch.arange(8) // 2
+    for extra in ({}, {"groups": images}):
+        loss = create("infonce", 8)
+        loss.set_epoch(0, 1)
+        loss(image, text, images, text_ids=torch.arange(8), **extra)
+        assert loss.state is not None and loss.state.get_buffer("null")[1] == 4
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -161,20 +235,27 @@ def test_the_score_with_a_neighbours_caption_is_the_written_one(individual, grou
 
 
 def test_bad_settings_are_refused():
+    with refuses("loss.bad_value", "captions_per_sample is 0"):
+        create("infonce", captions=0)
+    image, text, _ = pairs(0.0, 8)
+    for numbers in (None, torch.zeros(7, dtype=torch.int64)):
+        with refuses("loss.no_caption_numbers", "5 captions", "8 integers"):
+            create("infonce", 8, captions=5)(image, text, torch.arange(8), caption_numbers=numbers)
     with refuses("loss.bad_value", "off, learned, auto"):
         leanclip.create_loss("infonce", num_samples=9, pair_weights="lerned")  # pyright: ignore[reportArgumentType]
     with refuses("loss.bad_num_samples", "num_samples"):
         leanclip.create_loss("infonce", pair_weights="learned")
 
 
+@pytest.mark.parametrize("captions", [1, 3])
 @pytest.mark.parametrize("name", leanclip.LOSSES)
-def test_the_score_and_the_weights_are_the_written_ones(name):
+def test_the_score_and_the_weights_are_the_written_ones(name, captions):
     """Of two visits in float64, and the gradients are those of a loss that is called with these weights."""
     draw = torch.Generator().manual_seed(4)
     batch, samples = 7, 10
-    learning, given = (create(name, samples, mode).double() for mode in ("learned", "off"))
-    scores = torch.zeros(samples, 2).double()
-    visits = torch.zeros(samples)
+    learning, given = (create(name, samples, mode, captions).double() for mode in ("learned", "off"))
+    scores = torch.zeros(samples, captions).double()
+    visits = torch.zeros(samples, captions)
     images, texts = (normalize(torch.randn(3, batch, 5, generator=draw).double(), dim=2) for _ in range(2))
     ids_of_steps = torch.stack([torch.arange(batch), *(torch.randperm(samples, generator=draw)[:batch],) * 2])
     for step, (image, text, ids) in enumerate(zip(images[:2], texts, ids_of_steps, strict=False)):
@@ -184,28 +265,34 @@ def test_the_score_and_the_weights_are_the_written_ones(name):
             for i in range(batch):
                 terms = [(similarity[i, j] - similarity[i, i]) / tau[side, i] for j in range(batch) if j != i]
                 score[i] += tau[side, i] * torch.stack(terms).exp().mean().log()
-        scores[ids, step] = (score - score.mean()) / score.std(correction=0)
-        visits[ids] += 1
+        numbers = (ids + step * (ids < 5)) % 4  # those of the first five samples change
+        scores[ids, numbers % captions] += (score - score.mean()) / score.std(correction=0)
+        visits[ids, numbers % captions] += 1
         for loss in (learning, given):
             loss.set_epoch(step, 3)
-            loss(image, text, ids)
+            loss(image, text, ids, caption_numbers=numbers)
     assert learning.state is not None and learning.pair_weights is not None
-    expected = scores.sum(1) / visits.clamp_min(1)
-    assert torch.allclose(learning.state.table("score"), expected, rtol=1e-9, atol=1e-12)
-    assert torch.equal(learning.state.table("scored"), visits.double())
+    expected = scores / visits.clamp_min(1)
+    assert torch.allclose(learning.state.table("score").view_as(expected), expected, rtol=1e-9, atol=1e-12)
+    assert torch.equal(learning.state.table("scored").view_as(visits), visits.double())
 
     fit = Fit(-0.5, 0.5, 0.875, 0.625, 0.3)
     learning.pair_weights.fit.copy_(torch.tensor([1.0, *fit, 0.3, 2.0], dtype=torch.float64))
-    at = expected.clamp(fit.low, fit.high)
+    ids, numbers = ids_of_steps[2], ids_of_steps[2] % 3
+    own, few = (ids, numbers % captions), visits[ids, numbers % captions] < 2
+    pair_score = torch.where(few, scores[ids].sum(1) / visits[ids].sum(1).clamp_min(1), expected[own])
+    at = pair_score.clamp(fit.low, fit.high)
     right = 0.7 / fit.low_spread * (-((at - fit.low) ** 2) / (2 * fit.low_spread**2)).exp()
     wrong = 0.3 / fit.high_spread * (-((at - fit.high) ** 2) / (2 * fit.high_spread**2)).exp()
-    weights = torch.where(visits < 2, 1.0, right / (right + wrong))
-    assert torch.allclose(weights_of(learning), weights, rtol=1e-9, atol=0)
-    results, ids = [], ids_of_steps[2]
-    for loss, extra in ((learning, {}), (given, {"weights": weights[ids]})):
+    weights = torch.where(visits[ids].sum(1) < 2, 1.0, right / (right + wrong))
+    assert captions == 1 or (few & (visits[ids].sum(1) > 1)).any()
+    found = weights_of(learning)[ids].view(len(ids), -1)[torch.arange(len(ids)), numbers % captions]
+    assert torch.allclose(found, weights, rtol=1e-9, atol=0)
+    results = []
+    for loss, extra in ((learning, {}), (given, {"weights": weights})):
         loss.set_epoch(2, 3)
         sides = [side[2].clone().requires_grad_() for side in (images, texts)]
-        loss(*sides, ids, **extra).loss.backward()
+        loss(*sides, ids, caption_numbers=numbers, **extra).loss.backward()
         results.append([each.grad for each in (*sides, *loss.parameters())])
     assert all(torch.allclose(*both, rtol=1e-9, atol=1e-15) for both in zip(*results, strict=True))
 

@@ -160,9 +160,11 @@ def test_a_copied_checkpoint_resumes(run, tmp_path):
     assert steps_of_metrics(run)[-1] == 8
 
 
-def test_learned_pair_weights_resume_inside_an_epoch(tmp_path):
+@pytest.mark.parametrize("captions", [1, 2])
+def test_learned_pair_weights_resume_inside_an_epoch(captions, tmp_path):
     """The weights that the run had at the end are those of a run that was interrupted after the first fit."""
     settings = {"pair_weights": "learned", "loss": "dcl", "global_batch_size": 64, "epochs": 5, "max_steps": 14}
+    settings["captions_per_sample"] = captions
     assert train(tmp_path, save_every=7, **settings) == 0
     shutil.copytree(tmp_path / "logs/run/checkpoints/step_00000007", tmp_path / "copy")
     expected = saved_tensors(tmp_path, 14)

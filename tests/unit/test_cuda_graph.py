@@ -74,7 +74,7 @@ def trained(name, *, graphed, broken=(), scale=None, **hyper):
         ids = torch.randperm(SAMPLES, generator=draw)[:BATCH]
         batch = Batch(
             images=pixels, tokens=tokens, sample_ids=ids, lengths=model.end_of_text(tokens), groups=ids % 3,
-            weights=(ids % 4).float(),
+            weights=(ids % 4).float(), caption_numbers=(ids + step) % 3,
         )  # fmt: skip
         result = training_step(context, batch.pack(FEW_SIZES))
         assert result.skipped == (step in broken)
@@ -89,6 +89,7 @@ def trained(name, *, graphed, broken=(), scale=None, **hyper):
 
 CASES = [(name, {}) for name in leanclip.LOSSES]
 CASES += [(name, {"pair_weights": "learned"}) for name in ("infonce", "siglip", "fastclip-v1")]
+CASES += [("dcl", {"pair_weights": "learned", "captions_per_sample": 3})]
 
 
 @pytest.mark.parametrize(("name", "hyper"), CASES)

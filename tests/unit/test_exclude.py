@@ -1,11 +1,12 @@
 """--exclude: which samples a file names, what an epoch visits without them, and resumed runs."""
 
 import csv
+import json
 import shutil
 
 import numpy as np
 import pytest
-from checkpoint_runs import equal, saved_tensors, train
+from checkpoint_runs import equal, job_of, saved_tensors, train
 from shard_files import picture, write_shard
 
 from leanclip.checkpointing.storage import StoredTensors
@@ -67,7 +68,7 @@ def test_held_out_samples_stay_held_out():
 def test_keys_and_ids_one_per_line(source, tmp_path):
     path = tmp_path / "list.txt"
     path.write_bytes(b"c\n\n  a \nid:3\n7\nnot there\nid:99\nid:x\n\xff\n")
-    ids, message = listed_samples(str(path), source)
+    ids, message, _ = listed_samples(str(path), source)
     assert ids.tolist() == [0, 3, 4] and "3 of 7" in message and "4 entries" in message
     path.write_text("twin")
     assert listed_samples(str(path), source).ids.tolist() == [2, 5]
@@ -93,16 +94,16 @@ def test_a_table_names_samples_by_id_and_finds_moved_ones_by_key_and_shard(sourc
         {"id": 6, "key": "twin", "shard": "/old/1.tar"},  # of other data
         {"id": 0, "key": "b", "shard": "/old/9.tar"},
     ]
-    ids, message = listed_samples(write_table(tmp_path / f"table{suffix}", rows), source)
+    ids, message, _ = listed_samples(write_table(tmp_path / f"table{suffix}", rows), source)
     assert ids.tolist() == [0, 2, 5] and "1 entries" in message and "'b'" in message
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_pairs_that_are_likely_right_are_skipped(source, tmp_path, suffix):
     rows = [{"id": index, "key": source.key(index), "probability": 0.9 - 0.2 * index} for index in range(4)]
-    ids, message = listed_samples(write_table(tmp_path / f"table{suffix}", rows), source)
+    ids, message, _ = listed_samples(write_table(tmp_path / f"table{suffix}", rows), source)
     assert ids.tolist() == [0, 1] and "2 of 7" in message and "2 rows" in message
-    ids, message = listed_samples(write_table(tmp_path / f"right{suffix}", rows[2:]), source)
+    ids, message, _ = listed_samples(write_table(tmp_path / f"right{suffix}", rows[2:]), source)
     assert not len(ids) and "0 of 7" in message and "2 rows" in message
     plain = [{"key": row["key"]} for row in rows]
     assert listed_samples(write_table(tmp_path / f"keys{suffix}", plain), source).ids.tolist() == [0, 1, 2, 3, 5]
@@ -126,7 +127,7 @@ def test_shards_of_the_same_name_are_told_apart_by_path(data_sets, tmp_path):
     table = write_table(tmp_path / "table.csv", rows)
     assert listed_samples(table, both).ids.tolist() == [1, 11]
     assert listed_samples(table, swapped).ids.tolist() == [5, 7]  # an id and its key agree, and the shard is another
-    ids, message = listed_samples(table, Shards(str(second)))
+    ids, message, _ = listed_samples(table, Shards(str(second)))
     assert ids.tolist() == [5] and "1 entries" in message  # not the shard 0.tar of the second, which is in its place
     moved = [row | {"shard": row["shard"].replace(str(tmp_path), "/old")} for row in rows]
     with refuses("data.exclude_nothing"):
@@ -201,3 +202,69 @@ def test_the_suspects_of_a_run_can_be_left_out_of_the_next(tmp_path, capsys):
     resumed = {"exclude": table, "max_steps": 3, "name": "without0", "resume": "latest"}
     write_table(table, rows)
     assert train(tmp_path, **settings | resumed) == 0
+
+
+@pytest.fixture
+def several(tmp_path):
+    """40 samples with three captions each."""
+    files = {f"{number:05d}.jpg": picture(number) for number in range(40)}
+    for n in range(40):
+        files[f"{n:05d}.json"] = json.dumps({"captions": [f"caption {i} of {n}" for i in range(3)]}).encode()
+    return str(write_shard(tmp_path / "several.tar", files))
+
+
+def test_a_table_by_caption_names_captions_and_samples_without_another(several, tmp_path):
+    source = Shards(several)
+    rows = [
+        {"id": 0, "key": "00000", "probability": 0.9, "numbers": "2"},
+        {"id": 9, "key": "00000", "probability": 0.9, "numbers": "0"},  # found by its key
+        {"id": 1, "key": "00001", "probability": 0.9, "numbers": "0 2"},
+        {"id": 1, "key": "00001", "probability": 0.2, "numbers": "1"},
+        {"id": 2, "key": "00002", "probability": 0.9, "numbers": "0 2"},
+        {"id": 2, "key": "00002", "probability": 0.9, "numbers": "1"},
+        {"id": 3, "key": "00003", "probability": 0.9, "numbers": ""},
+        {"id": 3, "key": "00003", "probability": 0.9, "numbers": "1"},
+        {"id": 4, "key": "00004", "probability": 0.9, "numbers": "x"},
+    ]
+    for suffix in (".csv", ".parquet"):
+        ids, message, captions = listed_samples(write_table(tmp_path / f"table{suffix}", rows), source)
+        assert ids.tolist() == [2, 3, 4] and captions == {0: {0, 2}, 1: {0, 2}}
+        assert "3 of 40 samples are left out, and 4 captions of 2 others; 1 rows" in message
+
+
+@pytest.mark.parametrize("exchanged", [0.0, 0.5])
+@pytest.mark.parametrize("cached", [False, True])
+def test_captions_that_are_left_out_are_never_drawn(cached, exchanged, several, tmp_path, monkeypatch, capsys):
+    """Also where a caption came from another sample: a row is about the caption that the run saw."""
+    monkeypatch.setenv("LEANCLIP_CACHE", str(tmp_path / "cache"))
+    settings = {"train_data": several, "pair_weights": "learned", "captions_per_sample": 3, "loss": "infonce"}
+    settings |= {"exchange_captions": exchanged, "epochs": 8, "max_steps": 16, "save_every": 8,
+                 "global_batch_size": 10}  # fmt: skip
+    if cached:
+        assert train(tmp_path, max_steps=1, name="weights") == 0  # a locked tower without weights is refused
+        settings |= {"pretrained": str(tmp_path / "logs/weights"), "lock_text": True, "cache_locked": 1, "tau": 0.05}
+    assert train(tmp_path, **settings) == 0
+    table = tmp_path / "worst.csv"
+    found = find_suspects(Search(run=tmp_path / "logs/run", output=table, shown=0))
+    assert found.by_caption and found.pairs_scored == f"{found.rows} captions of 40 samples"
+    (tmp_path / "logs/run").rename(tmp_path / "logs/first")
+    with table.open(newline="") as file:
+        rows = [row | {"probability": 0.9} for row in csv.DictReader(file)][:30]
+    captions_of = job_of(tmp_path, **settings).data.train.captions_of
+    for row in rows:
+        owner = int(row["id"]) if captions_of is None else captions_of[int(row["id"])]
+        assert row["caption"] == f"caption {row['numbers']} of {owner}"
+    write_table(table, rows)
+    capsys.readouterr()
+    assert train(tmp_path, **settings, exclude=table) == 0
+    assert "captions of" in " ".join(capsys.readouterr().out.split())
+    scored = saved_tensors(tmp_path, 16)["loss.state.scored"]
+    for row in rows:
+        assert scored[int(row["id"]), int(row["numbers"])] == 0
+    assert scored.sum() == 16 * 10 and (scored > 0).sum() > 50
+    resume = {"resume": tmp_path / "logs/run/checkpoints/step_00000008", "max_steps": 9, "name": "again"}
+    assert train(tmp_path, **settings | resume, exclude=table) == 0
+    write_table(table, rows[1:])
+    capsys.readouterr()
+    assert train(tmp_path, **settings | resume | {"name": "other"}, exclude=table) == 2
+    assert refusal_code(capsys.readouterr().err) == "data.exclude_changed"

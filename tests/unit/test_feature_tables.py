@@ -173,6 +173,18 @@ def test_a_table_that_was_not_finished_is_continued(tmp_path, monkeypatch):
     assert losses(tmp_path) == whole
 
 
+def test_rows_that_are_left_out_are_not_drawn(tmp_path):
+    table = FeatureTable.create(tmp_path / "t", np.array([0, 3, 5]), 3, {})
+    table.leave_out({0: [1], 1: [1]})
+    copy = pickle.loads(pickle.dumps(table))  # as worker processes get it
+    draws = np.linspace(0, 0.999, 50)
+    assert set(copy.drawn(np.zeros(50, np.int64), draws)) == {0, 2}
+    assert set(copy.drawn(np.ones(50, np.int64), draws)) == {3}
+    assert copy.starts(np.array([1, 0])).tolist() == [3, 0]
+    plain = FeatureTable(tmp_path / "t")
+    assert set(plain.drawn(np.zeros(50, np.int64), draws)) == {0, 1, 2}
+
+
 def test_rows_of_a_table(tmp_path):
     table = FeatureTable.create(tmp_path / "t", np.array([0, 2, 2, 5]), 3, {}, weights=np.array([1, 0, 1, 0, 0]))
     rows = np.arange(15, dtype=np.float16).reshape(5, 3)
@@ -208,7 +220,8 @@ def test_a_caption_of_a_table_is_drawn_as_one_of_the_source(tmp_path, weighted):
     for index, draw, row in zip(ids.ravel(), draws.ravel(), table.drawn(ids, draws).ravel(), strict=True):
         own = None if weights is None else weights[first[index] : first[index + 1]].tolist()
         assert row == first[index] + pick(int(counts[index]), own, float(draw))
-    others = [caption_draws(*key, ids, np.full_like(ids, copy)) for *key, copy in ((7, 3, 0), (8, 2, 0), (7, 2, 1))]
+    visits = ((7, 3, 0), (8, 2, 0), (7, 2, 1))
+    others = [caption_draws(seed, epoch, ids, np.full_like(ids, copy)) for seed, epoch, copy in visits]
     assert all(abs(np.corrcoef(draws.ravel(), other.ravel())[0, 1]) < 0.2 for other in others)
 
 

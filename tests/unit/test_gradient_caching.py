@@ -15,9 +15,15 @@ from leanclip.training.step import direct, training_step
 from leanclip.training.step_context import StepContext
 
 
-def context_of(model, name="fastclip-v3", parts=3, **options):
-    loss = leanclip.create_loss(name, num_samples=SAMPLES, tau=0.1).double()
+def context_of(model, name="fastclip-v3", parts=3, captions=0, **options):
+    """With learned weights of pairs, which are not all 1, where `captions` of a sample are scored."""
+    learned = {"pair_weights": "learned", "captions_per_sample": captions} if captions else {}
+    loss = leanclip.create_loss(name, num_samples=SAMPLES, tau=0.1, **learned).double()
     loss.set_epoch(0, 1)
+    if loss.pair_weights is not None and loss.state is not None:
+        loss.pair_weights.fit.copy_(torch.tensor([1.0, -1.0, 0.5, 1.0, 0.5, 0.3, 0.3, 0.0]))
+        loss.state.get_buffer("scored").fill_(2)
+        loss.state.get_buffer("score").view(-1).copy_(torch.linspace(-2, 2, SAMPLES * captions))
     parameters = [*(p for p in model.parameters() if p.requires_grad), *loss.parameters()]
     return StepContext(
         towers=model,
@@ -31,29 +37,31 @@ def context_of(model, name="fastclip-v3", parts=3, **options):
 
 def double_batch(step=0):
     images, tokens, ids = batch(step, torch.float64)
-    return Batch(images=images, tokens=tokens, sample_ids=ids)
+    return Batch(images=images, tokens=tokens, sample_ids=ids, caption_numbers=ids % 3)
 
 
 def gradients(module):
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", ["fastclip-v2", "fastclip-v3"])
-def test_patch_dropout_drops_the_same_twice(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "captions"), [("dcl", 0), ("fastclip-v2", 0), ("fastclip-v3", 0), ("dcl", 1), ("fastclip-v2", 2)]
+)
+def test_patch_dropout_drops_the_same_twice(name, captions, tmp_path):
     """The cached run equals the same micro-batches, with the same random numbers, in one graph."""
     model = small_vit(tmp_path, patch_dropout=0.5).double().train()
-    once = context_of(model, name)
+    once = context_of(model, name, captions=captions)
     data = double_batch()
     torch.manual_seed(5)
     pairs = [model(part.images, part.tokens) for part in data.split(3)]
     after = torch.get_rng_state()
     image, text = (torch.cat(side) for side in zip(*pairs, strict=True))
-    right = once.loss(image, text, data.sample_ids)
+    right = once.loss(image, text, data.sample_ids, caption_numbers=data.caption_numbers)
     right.loss.backward()
     truth, tables = gradients(model), once.loss.state_dict()
 
     model.zero_grad()
-    again = context_of(model, name)
+    again = context_of(model, name, captions=captions)
     torch.manual_seed(5)
     found = cached(again, data)
     assert torch.equal(torch.get_rng_state(), after)  # the step consumed its random numbers once
@@ -65,7 +73,7 @@ def test_patch_dropout_drops_the_same_twice(name, tmp_path):
 
     model.zero_grad()
     torch.manual_seed(6)
-    other = cached(context_of(model, name), data)
+    other = cached(context_of(model, name, captions=captions), data)
     assert abs(other.loss.item() - right.loss.item()) > 1e-6  # or nothing was dropped at all
 
 

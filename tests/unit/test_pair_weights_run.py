@@ -3,7 +3,9 @@
 import json
 
 import pytest
-from checkpoint_runs import equal, saved_tensors, train
+import torch
+from checkpoint_runs import equal, job_of, saved_tensors, train
+from shard_files import picture, write_shard
 
 from refusal import refusal_code
 
@@ -45,3 +47,61 @@ def test_too_few_visits_are_said_and_off_is_no_setting(tmp_path, capsys):
     scored = saved_tensors(tmp_path, 4)
     equal({name: value for name, value in scored.items() if name in expected}, expected)
     assert scored["loss.state.scored"].max() == 1
+
+
+def captions_of(number):
+    """From one to three."""
+    return [f"caption {position} of sample {number}" for position in range(1 + number % 3)]
+
+
+@pytest.fixture
+def several(tmp_path):
+    files = {f"{number:05d}.jpg": picture(number) for number in range(40)}
+    files |= {f"{n:05d}.json": json.dumps({"captions": captions_of(n)}).encode() for n in range(40)}
+    return {"train_data": str(write_shard(tmp_path / "several.tar", files)), "pair_weights": "learned"}
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_batch_says_which_caption_of_its_sample_each_one_is(cached, several, tmp_path, monkeypatch):
+    monkeypatch.setenv("LEANCLIP_CACHE", str(tmp_path / "cache"))
+    if cached:
+        assert train(tmp_path, max_steps=1, name="weights") == 0  # a locked tower without weights is refused
+        several |= {"pretrained": str(tmp_path / "logs/weights"), "lock_text": True, "cache_locked": 1, "tau": 0.05}
+    job = job_of(tmp_path, **several, captions_per_sample=3)
+    every = {n: job.model.tokenizer(captions_of(n)) for n in range(40)}
+    if cached:
+        with torch.no_grad():
+            every = {n: job.model.eval().text_features(tokens).half() for n, tokens in every.items()}
+    drawn = set()
+    for epoch in range(4):
+        for batch in job.loader.epoch(epoch):
+            assert batch.caption_numbers is not None
+            for index, number, row in zip(
+                batch.sample_ids.tolist(), batch.caption_numbers, batch.tokens, strict=True
+            ):
+                difference = (every[index].float() - row.float()).abs().sum(1)
+                assert int(difference.argmin()) == int(number) and len(every[index]) == 1 + index % 3
+                drawn.add(int(number))
+    assert drawn == {0, 1, 2}
+    plain = job_of(tmp_path, **several)
+    assert all(batch.caption_numbers is None for batch in plain.loader.epoch(0))
+    assert any("--captions-per-sample 3" in note for note in plain.notes)
+    assert not any("--captions-per-sample" in note for note in job.notes)
+
+
+def test_a_run_counts_the_visits_to_each_caption(several, tmp_path, capsys):
+    settings = several | {"loss": "fastclip-v1", "captions_per_sample": 2, "epochs": 4, "max_steps": 8}
+    assert train(tmp_path, **settings) == 0
+    visits = torch.zeros(40, 2)
+    job = job_of(tmp_path, **settings, name="again")
+    for epoch in range(4):
+        for batch in job.loader.epoch(epoch):
+            assert batch.caption_numbers is not None
+            visits[batch.sample_ids, batch.caption_numbers % 2] += 1
+    tensors = saved_tensors(tmp_path, 8)
+    assert torch.equal(tensors["loss.state.scored"], visits) and visits.min() == 0 < visits[:, 1].max()
+    assert tensors["loss.state.log_u_text"].shape == (40,)
+    capsys.readouterr()
+    assert train(tmp_path, resume="auto", **settings | {"captions_per_sample": 1}) == 2
+    error = capsys.readouterr().err
+    assert refusal_code(error) == "resume.mismatch" and "--captions-per-sample 1, the run has 2" in error

@@ -9,13 +9,14 @@ import sys
 import numpy as np
 import pytest
 import torch
-from checkpoint_runs import VALUES, leanclip, train
+from checkpoint_runs import SMALL, VALUES, leanclip, train
 from shard_files import picture, sound, write_shard
 
 from browser import inspect_page, needs_browser
 from leanclip.checkpointing.storage import StoredTensors, write_tensors
 from leanclip.data import DataConfig, open_validation
 from leanclip.data.shards import Shards
+from leanclip.data.synthetic import WORDS
 from leanclip.suspects import scores as scores_module
 from leanclip.suspects.find import Search, find_suspects
 from leanclip.suspects.scores import Scores, judge
@@ -96,7 +97,7 @@ def test_the_table_of_a_run_is_read_without_an_image(run, monkeypatch):
     found = find_suspects(Search(run=run / "logs/run", output=run / "table.csv", shown=0, rows=12))
     assert found.from_table and found.page is None and found.scored == found.samples == 40
     rows = rows_of(run / "table.csv")
-    assert list(rows[0]) == ["rank", "id", "key", "shard", "caption", "score", "probability"]
+    assert list(rows[0]) == ["rank", "id", "key", "shard", "caption", "score", "probability", "numbers"]
     assert [int(row["rank"]) for row in rows] == list(range(1, 13))
     scores = [float(row["score"]) for row in rows]
     assert scores == sorted(scores, reverse=True)
@@ -206,6 +207,64 @@ def test_exchanged_captions_are_those_that_the_run_saw(tmp_path):
     rows = rows_of(tmp_path / "t.csv")
     other = [row["caption"] != " | ".join(source.captions(int(row["id"]))) for row in rows]
     assert found.rows == len(rows) == 40 and 0.3 < np.mean(other) < 0.7
+
+
+def test_scores_by_caption_are_judged_each():
+    score, scored, null, is_wrong = tables(20_000, 0.05)
+    scored[7], scored[8] = 1, 0
+    scores = judge(score.view(4000, 5), scored.view(4000, 5), null)
+    whole = judge(score, scored, null)
+    assert scores.captions == 5 and abs(scores.share - 0.05) < 0.02 and scores.share == whole.share
+    assert whole.scored.tolist()[6:9] == [True, True, False] and scores.scored.tolist()[6:9] == [True, False, False]
+    found = is_wrong.numpy()[worst_first(scores, least=10)]
+    assert found.mean() > 0.9 and abs(len(found) - is_wrong.sum()) < 0.1 * is_wrong.sum()
+
+
+@pytest.mark.parametrize("captions", [2, 3])
+def test_a_pass_of_the_model_scores_each_caption(captions, tmp_path, capsys):
+    """With two scores the captions 0 and 2 share one."""
+    files = {f"{n:05d}.jpg": picture(n) for n in range(20)}
+    texts = {n: [f"caption {i} of {n}" for i in range(1 + n % 3)] for n in range(20)}
+    files |= {f"{n:05d}.json": json.dumps({"captions": texts[n]}).encode() for n in range(20)}
+    settings = {"train_data": write_shard(tmp_path / "0.tar", files), "captions_per_sample": captions, "max_steps": 1}
+    assert train(tmp_path, **settings) == 0
+    expected = {(n, i) for n in range(20) for i in range(min(captions, 1 + n % 3))}
+    assert leanclip("data", "suspects", tmp_path / "logs/run", "--device", "cpu", "--shown", 5) in (0, None)
+    assert f"{len(expected)} captions of 20 samples were scored by its model" in capsys.readouterr().out
+    rows = rows_of(tmp_path / "logs/run/suspects.csv")
+    assert {(int(row["id"]), int(row["numbers"].split()[0])) for row in rows} == expected and len(rows) == len(
+        expected
+    )
+    for row in rows:
+        numbers = map(int, row["numbers"].split())
+        assert row["caption"] == " | ".join(texts[int(row["id"])][number] for number in numbers)
+    assert sum(" | " in row["caption"] for row in rows) == (6 if captions == 2 else 0)
+
+
+def test_one_wrong_caption_of_five_is_found_by_a_run_from_scratch(tmp_path):
+    """Twelve of 60 images exchange one caption each, which is 4% of the captions."""
+    words = [f"{WORDS[n % 56]} {WORDS[(7 * n + 3 + n // 56) % 56]}" for n in range(60)]
+    captions = [[f"{style} {name}" for style in ("a photo of", "my", "the one", "some", "this is")] for name in words]
+    wrong = list(range(0, 60, 5))
+    for index, caption in zip(wrong, [captions[index][2] for index in wrong[1:] + wrong[:1]], strict=True):
+        captions[index][2] = caption
+    files = {f"{n:05d}.jpg": picture(n) for n in range(60)}
+    files |= {f"{n:05d}.json": json.dumps({"captions": captions[n]}).encode() for n in range(60)}
+    (tmp_path / "small.json").write_text(json.dumps(SMALL))
+    settings = {"train_data": write_shard(tmp_path / "0.tar", files), "model": tmp_path / "small.json", "tau": 0.1}
+    settings |= {"loss": "dcl", "lr": 0.003, "warmup": 5, "epochs": 60, "max_steps": 120, "global_batch_size": 30}
+    settings |= {"pair_weights": "auto", "captions_per_sample": 5, "save_every": 0, "log_every": 50}
+    assert train(tmp_path, **settings) == 0
+    find_suspects(Search(run=tmp_path / "logs/run", output=tmp_path / "t.csv", shown=0))
+    found = [(int(row["id"]), int(row["numbers"])) in {(n, 2) for n in wrong} for row in rows_of(tmp_path / "t.csv")]
+    assert sum(found[:12]) >= 9 and auroc(found) > 0.95
+
+
+def auroc(worst_first: list[bool]) -> float:
+    """Of a list of wrong and right captions."""
+    ranks = np.flatnonzero(worst_first)
+    rights_before = ranks - np.arange(len(ranks))
+    return 1 - rights_before.mean() / (len(worst_first) - len(ranks))
 
 
 def test_mistakes_are_refused(run, tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> None:
         )
     )
     scored_by = "the run" if found.from_table else "its model, in one pass"
-    print(f"{found.scored:,} of {found.samples:,} pairs were scored by {scored_by}")
+    print(f"{found.pairs_scored} were scored by {scored_by}")
     if found.can_tell:
         print(f"{found.share:.1%} look wrong, about {round(found.share * found.scored):,}")
     else:

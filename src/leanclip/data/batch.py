@@ -21,6 +21,7 @@ class Batch:
     sample_ids: Tensor  # (B,) stable integers in [0, n)
     groups: Tensor | None = None  # (B,) integers: samples of one group are not each other's negatives
     weights: Tensor | None = None  # (B,) of the pairs in the loss
+    caption_numbers: Tensor | None = None  # (B,) which of its sample's captions each is, where the loss asks for it
     lengths: Tensor | None = None  # (B,) tokens of each caption with its end token; on the host
     broken: Mapping[str, int] = field(default_factory=dict)  # samples that were replaced, by kind
     examples: tuple[str, ...] = ()  # messages of some of them
@@ -44,7 +45,7 @@ class Batch:
 
     def pin_memory(self) -> "Batch":
         """Called by torch's DataLoader, so that copies to the device are asynchronous."""
-        names = ("images", "tokens", "sample_ids", "groups", "weights")
+        names = ("images", "tokens", "sample_ids", "groups", "weights", "caption_numbers")
         tensors = {name: getattr(self, name) for name in names}
         return replace(self, **{name: tensor.pin_memory() for name, tensor in tensors.items() if tensor is not None})
 

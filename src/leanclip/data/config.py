@@ -7,6 +7,8 @@ from typing import Literal
 from leanclip.settings import setting
 from leanclip.worker_pool import MOST_WORKERS
 
+MOST_CAPTIONS = 64  # of a sample, with a score each: 8 bytes of every sample
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -38,6 +40,9 @@ class DataConfig:
     """learned: the run finds pairs that look wrong and lowers their weights, from the third epoch on. auto: only if
     more than 1% look wrong. off: all pairs count alike. Another word: the field of the metadata that holds the weight
     of a pair, 0 or more. Default: auto where only new projections are trained, else off."""
+    captions_per_sample: int = setting(1, resume="fixed_unless_reset")
+    """How many captions of a sample --pair-weights learned and auto judge each by itself; further ones share their
+    scores. 1, the default: a sample with all its captions is one pair."""
     exchange_captions: float = setting(0.0, resume="fixed_unless_reset")
     """Give this share of the training samples another one's captions, drawn at random with --seed: a trial of how a
     loss or --pair-weights takes wrong captions."""
@@ -82,6 +87,9 @@ class DataConfig:
             f"exchange_captions is {self.exchange_captions}; give a share in [0, 1]": (
                 not 0 <= self.exchange_captions <= 1
             ),
+            f"captions_per_sample is {self.captions_per_sample}; it must be from 1 to {MOST_CAPTIONS}": (
+                not 1 <= self.captions_per_sample <= MOST_CAPTIONS
+            ),
             f"max_broken is {self.max_broken}; give a share in [0, 1]": not 0 <= self.max_broken <= 1,
             f"train_data_upsampling_factors is {self.train_data_upsampling_factors!r}; give numbers, as 2::1": (
                 not all(math.isfinite(factor) and factor > 0 for factor in factors)
@@ -101,6 +109,11 @@ class DataConfig:
     def pair_weights_mode(self) -> Literal["off", "learned", "auto"]:
         """What the loss does by itself; weights of a field come with the batches."""
         return self.pair_weights if self.pair_weights in ("learned", "auto") else "off"
+
+    @property
+    def scored_captions(self) -> int:
+        """Of each sample, those that the loss scores by themselves."""
+        return 1 if self.pair_weights_mode == "off" else self.captions_per_sample
 
     @property
     def pair_weights_field(self) -> str | None:

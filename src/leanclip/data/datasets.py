@@ -10,7 +10,7 @@ import numpy as np
 from leanclip.data import synthetic
 from leanclip.data.config import DataConfig
 from leanclip.data.csv_table import Table
-from leanclip.data.exclusion.listed import listed_samples
+from leanclip.data.exclusion.listed import Listed, listed_samples
 from leanclip.data.files import is_folder
 from leanclip.data.order import NO_IDS, Visits, WeightedVisits
 from leanclip.data.shards import Shards
@@ -28,6 +28,7 @@ class TrainingSet:
 
     source: Source
     visits: Visits
+    captions_of: np.ndarray | None = None  # the sample whose captions each one gets; None: its own
 
     def __len__(self) -> int:
         return len(self.visits)
@@ -68,9 +69,14 @@ def open_datasets(config: DataConfig, *, seed: int, manifest: Manifest | None = 
                 "samples were added since the run began, so --val-split would hold out other ones; start a new run",
                 code="data.split_changed",
             )
-    visits, held_out, messages = train_visits(config, source, seed=seed, manifest=manifest)
-    val, note = (Subset(source, held_out), _note(config)) if config.val_split else open_validation(config, seed=seed)
-    return Datasets(TrainingSet(source, visits), val, note, (*source.notes, *messages))
+    parts = train_visits(config, source, seed=seed, manifest=manifest)
+    train = TrainingSet(source, parts.visits, exchanged(config, source, parts.held_out, seed=seed))
+    val, note = (
+        open_validation(config, seed=seed)
+        if not config.val_split
+        else (Subset(source, parts.held_out), _note(config))
+    )
+    return Datasets(train, val, note, (*source.notes, *parts.messages))
 
 
 def train_visits(config: DataConfig, source: Source, *, seed: int, manifest: Manifest | None) -> Split:
@@ -78,8 +84,17 @@ def train_visits(config: DataConfig, source: Source, *, seed: int, manifest: Man
     parts = Split(WeightedVisits(source.parts), NO_IDS)
     if config.val_split:
         parts = _split(source, config.val_split, seed, manifest)
-    visits, left_out = _without_excluded(parts.visits, config, source, manifest)
+    captions_of = exchanged(config, source, parts.held_out, seed=seed)
+    visits, left_out = _without_excluded(parts.visits, config, source, manifest, captions_of)
     return parts._replace(visits=visits, messages=(*parts.messages, *left_out))
+
+
+def exchanged(config: DataConfig, source: Source, held_out: np.ndarray, *, seed: int) -> np.ndarray | None:
+    """The sample whose captions each one gets, with --exchange-captions; captions of held-out samples stay."""
+    if not config.exchange_captions:
+        return None
+    ids = np.setdiff1d(np.arange(len(source)), held_out)
+    return synthetic.exchanged_captions(ids, len(source), config.exchange_captions, seed=seed)
 
 
 def open_validation(
@@ -152,13 +167,12 @@ def train_source(config: DataConfig, manifest: Manifest | None) -> Source:
 
 
 def _without_excluded(
-    visits: Visits, config: DataConfig, source: Source, manifest: Manifest | None
+    visits: Visits, config: DataConfig, source: Source, manifest: Manifest | None, captions_of: np.ndarray | None
 ) -> tuple[Visits, list[str]]:
-    """The visits without the samples of --exclude, and what the log says. A run keeps a checksum of their ids."""
-    listed = None if config.exclude is None else listed_samples(config.exclude, source)
-    ids = NO_IDS if listed is None else listed.ids
-    begun_with = ids[ids < _samples_at_start(manifest, source)]
-    expected = zlib.crc32(begun_with.tobytes()) if len(begun_with) else None
+    """The visits without the samples of --exclude, and what the log says. The source leaves captions out. A run keeps
+    a checksum of all that."""
+    listed = None if config.exclude is None else listed_samples(config.exclude, source, captions_of)
+    expected = None if listed is None else _checksum(listed, _samples_at_start(manifest, source))
     if manifest is not None and manifest[0].get("excluded") != expected:
         raise UserError(
             "the run leaves out other samples than this command; resume with the same --exclude, or start a new run",
@@ -166,8 +180,17 @@ def _without_excluded(
         )
     if listed is None:
         return visits, []
-    source.excluded = zlib.crc32(ids.tobytes()) if len(ids) else None
-    return visits.without(ids), [listed.message]
+    source.excluded = _checksum(listed, len(source))
+    owners = range(len(source)) if captions_of is None else captions_of
+    source.left_out = {int(owners[index]): numbers for index, numbers in listed.captions.items()}
+    return visits.without(listed.ids), [listed.message]
+
+
+def _checksum(listed: Listed, samples: int) -> int | None:
+    """Of what is left out of the first samples; None for nothing."""
+    captions = [(i, n) for i, numbers in sorted(listed.captions.items()) if i < samples for n in sorted(numbers)]
+    content = listed.ids[listed.ids < samples].tobytes() + np.array(captions, np.int64).tobytes()
+    return zlib.crc32(content) if content else None
 
 
 def _samples_at_start(manifest: Manifest | None, source: Source) -> int:

@@ -45,7 +45,7 @@ class TrainingLoader:
     global batch that this process reads, by default all of it. `end_of_text` maps tokens to caption lengths, for
     models that skip the padding. `features` of locked towers are read in the place of images or captions.
     `group_key` and `weight_key` name fields of the samples' metadata. `captions_of` is the sample whose captions each
-    one gets, by default its own.
+    one gets, by default its own. With `number_captions` a batch says which of its sample's captions each one is.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class TrainingLoader:
         group_key: str | None = None,
         weight_key: str | None = None,
         captions_of: np.ndarray | None = None,
+        number_captions: bool = False,
     ) -> None:
         visits = WeightedVisits(source.parts) if visits is None else visits
         if len(visits) < batch:
@@ -79,7 +80,7 @@ class TrainingLoader:
         share = slice(0, batch) if share is None else share
         self._batches = _TrainingBatches(
             source, self.order, share, transform, tokenizer, seed, end_of_text, features, group_key,
-            weight_key, captions_of,
+            weight_key, captions_of, number_captions,
         )  # fmt: skip
         quick = all(table is not None and table.quick for table in features)
         self.chunked = self._batches.only_tables and (quick or not workers)
@@ -157,6 +158,7 @@ class _TrainingBatches(Dataset):
     group_key: str | None
     weight_key: str | None
     captions_of: np.ndarray | None
+    number_captions: bool
 
     def __getitem__(self, key: tuple[int, int]) -> Batch | UserError:
         epoch, step = key
@@ -182,28 +184,36 @@ class _TrainingBatches(Dataset):
         def by_step(values: Tensor) -> Sequence[Tensor]:
             return (values.pin_memory() if pin_memory else values).unbind()
 
-        image_rows = text_rows = [None] * len(steps)
+        image_rows = text_rows = numbers = [None] * len(steps)
         if images is not None:
             image_rows = by_step(images.take(images.views(ids, epoch + copies)))
         if texts is not None:
             draws = caption_draws(self.seed, epoch, ids, copies)
-            text_rows = by_step(texts.take(texts.drawn(self._owners(ids), draws)))
-        rows = zip(read, by_step(torch.from_numpy(ids)), image_rows, text_rows, strict=True)
+            drawn = texts.drawn(self._owners(ids), draws)
+            text_rows = by_step(texts.take(drawn))
+            if self.number_captions:
+                numbers = by_step(torch.from_numpy(drawn - texts.starts(self._owners(ids))))
+        rows = zip(read, by_step(torch.from_numpy(ids)), image_rows, text_rows, numbers, strict=True)
         return [self._batch(*step) for step in rows]
 
-    def _batch(self, read: "_Contents", sample_ids: Tensor, images: Tensor | None, tokens: Tensor | None) -> Batch:
+    def _batch(
+        self, read: "_Contents", sample_ids: Tensor, images: Tensor | None, tokens: Tensor | None,
+        numbers: Tensor | None,
+    ) -> Batch:  # fmt: skip
         lengths = None
         if images is None:
             images = torch.stack(read.images) if read.images else torch.empty(0, dtype=torch.uint8)
         if tokens is None:
             tokens = self.tokenizer(read.captions) if read.captions else torch.empty(0, dtype=torch.int64)
             lengths = self.end_of_text(tokens) if read.captions and self.end_of_text is not None else None
+            numbers = torch.tensor(read.numbers, dtype=torch.int64) if self.number_captions else None
         return Batch(
             images=images,
             tokens=tokens,
             sample_ids=sample_ids,
             groups=None if self.group_key is None else torch.tensor(read.groups, dtype=torch.int64),
             weights=None if self.weight_key is None else torch.tensor(read.weights, dtype=torch.float32),
+            caption_numbers=numbers,
             lengths=lengths,
             broken=dict(read.broken),
             examples=tuple(read.examples),
@@ -246,9 +256,9 @@ class _TrainingBatches(Dataset):
         weight = None if self.weight_key is None else weight_of(source, index, self.weight_key)
         visit, copies = np.array([index]), np.array([copy])
         (owner,) = self._owners(visit).tolist()
-        caption = image = None
+        caption = number = image = None
         if texts is None:
-            caption = source.caption(owner, float(caption_draws(self.seed, epoch, visit, copies)[0]))
+            caption, number = source.caption(owner, float(caption_draws(self.seed, epoch, visit, copies)[0]))
         else:
             texts.rows(owner)
         if images is None:
@@ -256,8 +266,8 @@ class _TrainingBatches(Dataset):
             image = view_of_sample(source, index, self.transform, seed=seed)
         else:
             images.rows(index)
-        lists = contents.images, contents.captions, contents.groups, contents.weights
-        for values, value in zip(lists, (image, caption, group, weight), strict=True):
+        lists = contents.images, contents.captions, contents.numbers, contents.groups, contents.weights
+        for values, value in zip(lists, (image, caption, number, group, weight), strict=True):
             if value is not None:
                 values.append(value)
 
@@ -268,6 +278,7 @@ class _Contents:
 
     images: list[Any] = field(default_factory=list)
     captions: list[Any] = field(default_factory=list)
+    numbers: list[Any] = field(default_factory=list)  # of the captions
     groups: list[Any] = field(default_factory=list)
     weights: list[Any] = field(default_factory=list)
     broken: Counter[str] = field(default_factory=Counter)

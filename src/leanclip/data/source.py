@@ -1,5 +1,6 @@
 """The interface between a data set and the loader, broken samples, and what sources of the user's own files share."""
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ Manifest = list[dict[str, str | int]]  # the files that fix the sample ids of a 
 MANIFEST_VERSION = 2
 MIN_COUNTED_SAMPLES = 1000  # the broken share is taken of at least this many, so that one early sample stops nothing
 MAX_FIELDS, MAX_FIELD_CHARACTERS = 64, 1000  # of metadata that packed data keep
+LOOKED_AT = 20  # samples, to see whether data have several captions per image
 MAX_EXAMPLES = 3  # messages kept for each count of broken samples
 
 
@@ -86,6 +88,7 @@ class Source(Protocol):
     version: int = MANIFEST_VERSION  # of the manifest
     held_out: int | None = None  # a checksum of the ids that --val-split holds out, for the manifest
     excluded: int | None = None  # of those that --exclude leaves out
+    left_out: Mapping[int, frozenset[int]] = MappingProxyType({})  # captions that --exclude leaves out, by sample
 
     def __len__(self) -> int: ...
 
@@ -107,10 +110,15 @@ class Source(Protocol):
         """All captions, and how often each is drawn; None for equally often."""
         return self.captions(index), None
 
-    def caption(self, index: int, draw: float) -> str:
-        """The caption of a visit, by its number in [0, 1)."""
+    def caption(self, index: int, draw: float) -> tuple[str, int]:
+        """The caption of a visit, by a draw from [0, 1), and its number among the captions of the sample."""
         captions, weights = self.weighted_captions(index)
-        return captions[pick(len(captions), weights, draw)]
+        if index in self.left_out:
+            weights = [
+                0.0 if n in self.left_out[index] else w for n, w in enumerate(weights or [1.0] * len(captions))
+            ]
+        number = pick(len(captions), weights, draw)
+        return captions[number], number
 
     def field(self, index: int, key: str) -> object:
         """A value of the sample's metadata; None if it has none of this name."""
@@ -147,6 +155,15 @@ def pick(count: int, weights: Sequence[float] | None, draw: float) -> int:
         if rest < 0:
             return number
     return count - 1
+
+
+def most_captions(source: Source) -> int:
+    """Of the first samples that can be read."""
+    counts = [1]
+    for index in range(min(LOOKED_AT, len(source))):
+        with contextlib.suppress(BrokenSample):
+            counts.append(len(source.captions(index)))
+    return max(counts)
 
 
 class Packable(Source):

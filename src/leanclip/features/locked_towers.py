@@ -54,6 +54,8 @@ class LockedTowers:
             tables = self._table("image") if images else None, self._table("text") if texts else None
         image_size, text_size = (None if table is None else table.dim for table in tables)
         self.model.feature_sizes = image_size, text_size
+        if tables[1] is not None:
+            tables[1].leave_out(self.source.left_out)
         if self.device is not None and self.device.type == "cuda":
             copy_to_gpu(tables, self.device)
         return Features(*tables)

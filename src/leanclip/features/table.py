@@ -9,7 +9,7 @@ table.json                        what the features were computed from
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,17 @@ class FeatureTable:
         return cls(directory, writable=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A worker maps the files itself.
-        return FeatureTable, (self.directory,), {"on_device": self.on_device}
+        state: dict[str, Any] = {"on_device": self.on_device}
+        if self.weights is not None and not isinstance(self.weights, np.memmap):
+            state["weights"] = self.weights
+        return FeatureTable, (self.directory,), state  # a worker maps the files itself
+
+    def leave_out(self, captions: Mapping[int, Iterable[int]]) -> None:
+        """Never draw these rows, by sample and number."""
+        rows = [int(self.first[index]) + number for index, numbers in captions.items() for number in numbers]
+        if rows:
+            self.weights = np.ones(len(self.features), np.float32) if self.weights is None else np.array(self.weights)
+            self.weights[rows] = 0
 
     @property
     def dim(self) -> int:
@@ -111,6 +120,10 @@ class FeatureTable:
         begin, end = edges[ends - count], edges[ends]
         places = np.searchsorted(edges, begin + draws * (end - begin), "right") - 1
         return rows[np.minimum(places, ends - 1)]
+
+    def starts(self, ids: np.ndarray) -> np.ndarray:
+        """The first row of each sample."""
+        return self.first[ids]
 
     def take(self, numbers: np.ndarray) -> Tensor:
         """What a batch holds of these rows."""

@@ -55,6 +55,7 @@ class Local(NamedTuple):
     all_images: PendingGather | None = None  # if their gather was started early
     groups: Tensor | None = None  # (B,) of the whole batch
     weights: Tensor | None = None  # (B,) of the whole batch, divided by their mean
+    columns: Tensor | None = None  # (B,) of the whole batch, in tables of scores with several captions per sample
 
     @property
     def share(self) -> slice:
@@ -77,17 +78,19 @@ class Local(NamedTuple):
         image, text = both.chunk(2, 1)
         return image.contiguous(), text.contiguous()
 
-    def with_all(self, groups: Tensor | None, weights: Tensor | None) -> "Local":
-        """With the groups and weights of all ranks, on the compute device."""
+    def with_all(self, groups: Tensor | None, weights: Tensor | None, columns: Tensor | None) -> "Local":
+        """With the groups, weights and columns of all ranks, on the compute device."""
         device = self.image.device
+        if columns is not None:
+            columns = self.ranks.gather(columns.to(device, non_blocking=True), self.batch, purpose="captions")
         if groups is not None:
             groups = self.ranks.gather(groups.to(device, non_blocking=True), self.batch, purpose="groups")
         if weights is not None:
             check_weights(weights, len(self.image))
             local = weights.to(device, accumulator_dtype(self.image.dtype), non_blocking=True)
             weights = self.ranks.gather(local, self.batch, purpose="weights")
-            return self._replace(groups=groups).weighted_by(weights)
-        return self._replace(groups=groups)
+            return self._replace(groups=groups, columns=columns).weighted_by(weights)
+        return self._replace(groups=groups, columns=columns)
 
     def weighted_by(self, weights: Tensor) -> "Local":
         """With these weights of all pairs beside those it has."""
@@ -135,6 +138,7 @@ class ContrastiveLoss(nn.Module):
         text_ids: Tensor | None = None,
         groups: Tensor | None = None,
         weights: Tensor | None = None,
+        caption_numbers: Tensor | None = None,
         global_batch: int | None = None,
     ) -> LossOutput:
         """The loss of a batch; row i of both embeddings is sample `sample_ids[i]`.
@@ -148,7 +152,8 @@ class ContrastiveLoss(nn.Module):
         their image's. Samples with the same number in `groups` (several captions of one image in a batch) are not
         each other's negatives; a sample without negatives contributes nothing and leaves its state. `weights`, 0 or
         more, multiply what each pair teaches as an anchor, divided by their mean over the global batch; a pair of
-        weight 0 is still a negative of the others, and its running estimates go on.
+        weight 0 is still a negative of the others, and its running estimates go on. `caption_numbers` say
+        which of its sample's captions each text is, from 0; with `captions_per_sample` learned weights need them.
         """
         if image_features.ndim != 2 or image_features.shape != text_features.shape:
             shapes = f"{(*image_features.shape,)} and {(*text_features.shape,)}"
@@ -168,8 +173,9 @@ class ContrastiveLoss(nn.Module):
                 f" {batch} is {expected}",
                 code="loss.bad_share",
             )
+        columns = None if self.pair_weights is None else self.pair_weights.columns(caption_numbers, len(image))
         with without_autocast(image.device.type):
-            return self.compute(local.with_all(groups, weights), sample_ids, text_ids)
+            return self.compute(local.with_all(groups, weights, columns), sample_ids, text_ids)
 
     def start_gather(self, image_features: Tensor, *, global_batch: int | None = None) -> None:
         """Start to gather the image embeddings, while the texts are still being embedded.

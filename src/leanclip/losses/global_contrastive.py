@@ -23,7 +23,7 @@ from leanclip.losses.custom_gradient import attach_gradients
 from leanclip.losses.device_scalars import DeviceScalars
 from leanclip.losses.normalizer import Normalizer
 from leanclip.losses.objective import Anchors
-from leanclip.losses.pair_weights import TABLES, PairWeights, Visits
+from leanclip.losses.pair_weights import TABLES, PairWeights, Visits, never_scored
 from leanclip.losses.sample_state import SIDES, SampleState
 from leanclip.losses.similarities import Similarities
 from leanclip.losses.temperature import ConstantTemperature, GlobalTemperature, IndividualTemperature
@@ -97,7 +97,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             tau = stored["tau"]
             inverse = tau.reciprocal()
             if self.pair_weights is not None:
-                local = local.weighted_by(self.pair_weights.weights(stored))
+                local = local.weighted_by(self.pair_weights.weights(stored, local.columns))
             # 1. statistics
             matrix = Similarities(engine, local, inverse)
             log_sum, mean, positive = matrix.statistics()
@@ -112,7 +112,8 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             anchors = Anchors(tau, log_g, mean_l, log_norm, log_u, ratio, log_negatives, weight)
             # 3. temperature and state
             if self.training and self.pair_weights is not None and ids is not None:
-                visits = self.pair_weights.visit(matrix.comparison(tau, log_sum, log_g), stored, ids[1])
+                comparison = matrix.comparison(tau, log_sum, log_g)
+                visits = self.pair_weights.visit(comparison, stored, ids, local.columns)
             else:
                 visits = Visits({}, {})
             slopes = self._update(anchors, shift, stored, ids, visits)
@@ -206,7 +207,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
                 values["shift"] = shift
             if isinstance(self.temperature_rule, IndividualTemperature):
                 values |= self.temperature_rule.update(self.state, ids, anchors)
-            never = stored["log_u"][0].isneginf() if "log_u" in stored else stored["scored"] == 0
+            never = stored["log_u"][0].isneginf() if "log_u" in stored else never_scored(stored)
             first_visits = never & ~anchors.log_u[0].isneginf()
             self.state.write(ids, values | visits.values, first_visits=first_visits, sums=visits.sums)
         if self.temperature_gradient is None:

@@ -9,6 +9,9 @@ The fit alone calls some pairs wrong in any data. A gate estimates how many are:
 caption of its neighbour in the batch, which is the distribution of wrong pairs. Half of it lies beyond its mean, so
 that twice the share of samples beyond this mean estimates the share of wrong pairs. `learned` always weighs by the
 fit, `auto` only where this share is above 1%.
+
+Where a sample has several captions, the tables can hold a score for each: a row per sample, a column per caption. A
+caption with fewer than two visits is then judged by the mean over all visits to its sample.
 """
 
 import math
@@ -17,7 +20,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from leanclip.losses.sample_state import SampleState, last_occurrence
+from leanclip.errors import ArgumentError
+from leanclip.losses.sample_state import Ids, SampleState, last_occurrence
 
 Mode = Literal["off", "learned", "auto"]
 TABLES = {"score": 0.0, "scored": 0.0}  # the mean over the visits, and their number
@@ -45,7 +49,7 @@ class Comparison(NamedTuple):
 class Visits(NamedTuple):
     """What the tables take from one batch."""
 
-    values: dict[str, Tensor]  # (B,) by table
+    values: dict[str, Tensor]  # by table, of the shapes that it was read in
     sums: dict[str, Tensor]  # to be added to the buffers of these names
 
 
@@ -81,9 +85,9 @@ class PairWeights(nn.Module):
 
     fit: Tensor  # whether it is used, the numbers of a `Fit`, the share of wrong pairs by the gate, which fit it is
 
-    def __init__(self, state: SampleState, mode: Mode) -> None:
+    def __init__(self, state: SampleState, mode: Mode, captions_per_sample: int = 1) -> None:
         super().__init__()
-        self.gated = mode == "auto"
+        self.gated, self.captions_per_sample = mode == "auto", captions_per_sample
         self.register_buffer("fit", torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0, -1.0]))
         state.register_buffer(NULL, torch.zeros(2))
         self._turn, self._refit = -1, None
@@ -93,24 +97,43 @@ class PairWeights(nn.Module):
         """A loaded fit may be an earlier one."""
         self._turn = -1
 
-    def weights(self, stored: dict[str, Tensor]) -> Tensor:
+    def columns(self, caption_numbers: Tensor | None, count: int) -> Tensor | None:
+        """In which column of the tables each pair is; None where they have one. Captions beyond the columns share
+        those of earlier ones."""
+        if self.captions_per_sample == 1:
+            return None
+        if caption_numbers is None or caption_numbers.shape != (count,):
+            raise ArgumentError(
+                f"the loss scores {self.captions_per_sample} captions of a sample each by itself: give"
+                f" caption_numbers, {count} integers that say which of its sample's captions each text is",
+                code="loss.no_caption_numbers",
+            )
+        return caption_numbers % self.captions_per_sample
+
+    def weights(self, stored: dict[str, Tensor], columns: Tensor | None = None) -> Tensor:
         """(B,) from the tables before this step."""
-        score, scored = stored["score"], stored["scored"]
+        score, scored = pair_scores(stored, columns)
         used, *fit = self.fit[:6].to(score.dtype).unbind()
         return torch.where((used > 0) & (scored >= MIN_VISITS), torch.sigmoid(log_odds(score, *fit)), 1.0)
 
-    def visit(self, batch: Comparison, stored: dict[str, Tensor], ids: Tensor) -> Visits:
+    def visit(self, batch: Comparison, stored: dict[str, Tensor], ids: Ids, columns: Tensor | None = None) -> Visits:
         """Score the batch; of an id that occurs twice one occurrence counts."""
         valid = ~batch.log_g.isneginf().any(0)
-        counted = valid & (last_occurrence(ids) == torch.arange(len(ids), device=ids.device))
+        images, texts = ids
+        counted = valid & (last_occurrence(texts) == torch.arange(len(texts), device=texts.device))
         score = torch.where(valid, (batch.tau * batch.log_g).sum(0), 0.0)
         number = counted.sum().clamp_min(1)
         mean = torch.where(counted, score, 0.0).sum() / number
         variance = torch.where(counted, score - mean, 0.0).square().sum() / number
         spread = variance.sqrt().clamp_min(torch.finfo(score.dtype).eps)
         null, with_null = null_score(batch)
-        with_null &= counted & (ids != ids.roll(-1))
+        with_null &= counted & (images != images.roll(-1))
+        if texts is not images:
+            with_null &= texts != texts.roll(-1)
         null_sum = torch.where(with_null, (null - mean) / spread, 0.0).sum()
+        if columns is not None:  # of each pair's row its own column changes
+            own = torch.arange(self.captions_per_sample, device=columns.device) == columns[:, None]
+            score, valid = score[:, None], valid[:, None] & own
         scored = stored["scored"] + 1
         updated = stored["score"] + ((score - mean) / spread - stored["score"]) / scored
         values = {
@@ -147,6 +170,24 @@ class PairWeights(nn.Module):
         """What the newest fit found, once, for the log."""
         refit, self._refit = self._refit, None
         return refit
+
+
+def pair_scores(stored: dict[str, Tensor], columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(B,) the score of each pair and the number of visits that it comes from: of a caption with too few visits those
+    to all captions of its sample."""
+    score, scored = stored["score"], stored["scored"]
+    if columns is None:
+        return score, scored
+    total, at = scored.sum(1), columns[:, None]
+    mean = (score * scored).sum(1) / total.clamp_min(1)
+    score, scored = score.gather(1, at)[:, 0], scored.gather(1, at)[:, 0]
+    few = scored < MIN_VISITS
+    return torch.where(few, mean, score), torch.where(few, total, scored)
+
+
+def never_scored(stored: dict[str, Tensor]) -> Tensor:
+    """(B,) samples without an earlier visit."""
+    return (stored["scored"] == 0).view(len(stored["scored"]), -1).all(1)
 
 
 def null_score(batch: Comparison) -> tuple[Tensor, Tensor]:
@@ -213,7 +254,7 @@ def gate(counts: Tensor, null: Tensor) -> Gate | None:
 def count_scores(score: Tensor, scored: Tensor, min_visits: int = MIN_VISITS) -> Tensor:
     """A histogram: whole numbers, whose sum over the ranks is the same on any number of ranks."""
     counts = torch.zeros(BINS + 1, dtype=torch.int64, device=score.device)
-    for part, visits in zip(score.split(CHUNK), scored.split(CHUNK), strict=True):
+    for part, visits in zip(score.flatten().split(CHUNK), scored.flatten().split(CHUNK), strict=True):
         bins = ((part.double() + RANGE) * (BINS / (2 * RANGE))).floor().clamp(0, BINS - 1).long()
         counts += torch.bincount(torch.where(visits >= min_visits, bins, BINS), minlength=BINS + 1)
     return counts[:BINS]

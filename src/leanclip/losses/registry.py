@@ -99,13 +99,15 @@ def create_loss(
     num_samples: int | None = None,
     implementation: str = "auto",
     pair_weights: Mode = "off",
+    captions_per_sample: int = 1,
     **hyper: Any,
 ) -> ContrastiveLoss:
     """A loss by name, for anyone's training loop.
 
     `num_samples` is the size of the training set, required by the losses that keep a state per sample and by
     `pair_weights`: "learned" lowers the weights of pairs that look wrong, "auto" does so only if more than 1% look
-    wrong. The hyper-parameters are those of `LossConfig` that the loss takes.
+    wrong; with `captions_per_sample` so many captions of a sample are each judged by themselves. The hyper-parameters
+    are those of `LossConfig` that the loss takes.
     """
     check_names(name, set(hyper), spec_of(name).takes)
     return loss_from_config(
@@ -114,6 +116,7 @@ def create_loss(
         num_samples=num_samples,
         implementation=implementation,
         pair_weights=pair_weights,
+        captions_per_sample=captions_per_sample,
     )
 
 
@@ -133,6 +136,7 @@ def loss_from_config(
     num_samples: int | None = None,
     implementation: str = "auto",
     pair_weights: Mode = "off",
+    captions_per_sample: int = 1,
 ) -> ContrastiveLoss:
     spec = spec_of(name)
     check_names(name, {key for key, value in asdict(config).items() if value is not None}, spec.takes)
@@ -144,6 +148,10 @@ def loss_from_config(
             code="loss.bad_value",
         )
     learns = _learns(pair_weights)
+    if captions_per_sample < 1:
+        raise ArgumentError(
+            f"captions_per_sample is {captions_per_sample}; it must be at least 1", code="loss.bad_value"
+        )
     keeps_state = spec.running or learns
     if keeps_state and num_samples is None:
         raise ArgumentError(
@@ -160,8 +168,9 @@ def loss_from_config(
         tables |= rule.tables(hyper.tau)
     if hyper.eps_form == "published":
         tables |= {f"shift_{side}": 0.0 for side in SIDES}
-    state = SampleState(num_samples, tables) if keeps_state and num_samples is not None else None
-    weights = PairWeights(state, pair_weights) if learns and state is not None else None
+    widths = dict.fromkeys(TABLES, captions_per_sample) if captions_per_sample > 1 else {}
+    state = SampleState(num_samples, tables, widths) if keeps_state and num_samples is not None else None
+    weights = PairWeights(state, pair_weights, captions_per_sample) if learns and state is not None else None
     if name == "siglip":
         assert isinstance(rule, GlobalTemperature) and hyper.bias is not None
         return SigmoidLoss(

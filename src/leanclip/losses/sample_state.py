@@ -30,7 +30,7 @@ class Undo(NamedTuple):
 
 class SampleState(nn.Module):
     """Tables of one number per sample id, in pairs: `log_u_image` and `log_u_text` and so on; or one for both sides,
-    by the ids of the texts.
+    by the ids of the texts. Those with `widths` have that many numbers per id.
 
     Writing replaces the batch's values and keeps the old ones, so that the last write can be undone. Of an id that
     occurs twice in a batch the last occurrence is stored, on any device.
@@ -38,16 +38,19 @@ class SampleState(nn.Module):
 
     visited: Tensor  # how many samples had a visit: their log u is a number instead of -inf
 
-    def __init__(self, num_samples: int, initial: Mapping[str, float]) -> None:
+    def __init__(
+        self, num_samples: int, initial: Mapping[str, float], widths: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         super().__init__()
         if num_samples < 1:
             raise ArgumentError(
                 f"num_samples is {num_samples}; give the number of training samples", code="loss.bad_num_samples"
             )
-        self.initial, self.num_samples = dict(initial), num_samples
+        self.initial, self.widths, self.num_samples = dict(initial), dict(widths), num_samples
         self.ranks = Ranks.current()
         for name, value in initial.items():
-            self.register_buffer(name, torch.full((self._buffer_size(self.block),), value), persistent=False)
+            shape = self._shape(name, self._buffer_size(self.block))
+            self.register_buffer(name, torch.full(shape, value), persistent=False)
         self.register_buffer("visited", torch.zeros((), dtype=torch.int64))
         self.undo: Undo | None = None
 
@@ -104,16 +107,16 @@ class SampleState(nn.Module):
         torch.ops.aten._assert_async.msg(valid, f"a sample id lies outside [0, {self.num_samples})")
 
     def read(self, names: Sequence[str], ids: Ids) -> dict[str, Tensor]:
-        """(2, B) per name: the image table at the first ids, the text table at the second; (B,) for one table. One
-        all-reduce for all."""
+        """(2, B) per name: the image table at the first ids, the text table at the second; (B,) for one table, or
+        (B, width). One all-reduce for all."""
         local = self.read_local(names, ids)
         if self.ranks.size == 1:
             return local
         in_block = torch.stack([at < len(self.block) for at in self._positions(ids)])
-        own = {
-            name: torch.where(in_block if value.ndim == 2 else in_block[1], value, 0.0).flatten()
-            for name, value in local.items()
-        }
+        own = {}
+        for name, value in local.items():
+            inside = in_block[1] if name in self.initial else in_block
+            own[name] = torch.where(inside[:, None] if name in self.widths else inside, value, 0.0).flatten()
         total = self.ranks.sum(torch.cat(list(own.values())), purpose="state")
         parts = total.split([len(value) for value in own.values()])
         return {name: part.view_as(local[name]) for name, part in zip(own, parts, strict=True)}
@@ -131,6 +134,7 @@ class SampleState(nn.Module):
         self, ids: Ids, values: Mapping[str, Tensor], *, first_visits: Tensor, sums: Mapping[str, Tensor] = NO_SUMS
     ) -> None:
         """Store (2, B) values per table pair, all tables of one step in one call; each rank stores its own block.
+        One table takes what `read` gives.
 
         `first_visits` (B,) is true for samples without an earlier visit. `sums` are added to buffers of those names.
         """
@@ -140,8 +144,8 @@ class SampleState(nn.Module):
         self.visited += (first_visits & once).sum()
         positions = self._positions(ids)
         for name, value in values.items():
-            tables = self._tables(name)
-            for (table_name, side), one in zip(tables, value.view(len(tables), -1), strict=True):
+            parts = [value] if name in self.initial else value
+            for (table_name, side), one in zip(self._tables(name), parts, strict=True):
                 table, at = self.get_buffer(table_name), positions[side]
                 self.undo.replaced[table_name] = at, table[at]
                 table[at] = one.to(table.dtype)[last[side]]
@@ -172,7 +176,7 @@ class SampleState(nn.Module):
         block = self._block(num_samples)
         for name, value in self.initial.items():
             old = full_tensor(self._distributed(name))[block.start : block.stop]
-            grown = old.new_full((self._buffer_size(block),), value)
+            grown = old.new_full(self._shape(name, self._buffer_size(block)), value)
             grown[: len(old)] = old
             setattr(self, name, grown)
         self.num_samples, self.undo = num_samples, None
@@ -182,6 +186,9 @@ class SampleState(nn.Module):
         width = -(-num_samples // self.ranks.size)
         start = min(self.ranks.rank * width, num_samples)
         return range(start, min(start + width, num_samples))
+
+    def _shape(self, name: str, rows: int) -> torch.Size:
+        return torch.Size((rows, self.widths[name]) if name in self.widths else (rows,))
 
     def _buffer_size(self, block: range) -> int:
         """The block, and on several ranks one spare element, to which the values of other ranks' ids are written."""
@@ -205,8 +212,8 @@ class SampleState(nn.Module):
         table = self.table(name)
         if self.ranks.size == 1:
             return table
-        mesh, shape = self.ranks.mesh(table.device.type), torch.Size([self.num_samples])
-        return DTensor.from_local(table, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+        mesh, shape = self.ranks.mesh(table.device.type), self._shape(name, self.num_samples)
+        return DTensor.from_local(table, mesh, [Shard(0)], run_check=False, shape=shape, stride=table.stride())
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -233,8 +240,8 @@ class SampleState(nn.Module):
                 unexpected_keys.remove(key)
             if key not in state_dict:
                 missing_keys.append(key)
-            elif (value := state_dict[key]).shape != (self.num_samples,):
-                error_msgs.append(f"{key} holds {tuple(value.shape)} numbers, not ({self.num_samples},)")
+            elif (value := state_dict[key]).shape != (shape := self._shape(name, self.num_samples)):
+                error_msgs.append(f"{key} holds {tuple(value.shape)} numbers, not {tuple(shape)}")
             else:
                 block = self.block
                 local = value.to_local() if isinstance(value, DTensor) else value[block.start : block.stop]

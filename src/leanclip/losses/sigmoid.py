@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from leanclip import ops
 from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metric, Metrics
 from leanclip.losses.custom_gradient import attach_gradients
-from leanclip.losses.pair_weights import TABLES, PairWeights
+from leanclip.losses.pair_weights import TABLES, PairWeights, never_scored
 from leanclip.losses.sample_state import Ids, SampleState
 from leanclip.losses.similarities import Similarities
 from leanclip.losses.temperature import GlobalTemperature
@@ -146,7 +146,8 @@ class SigmoidLoss(ContrastiveLoss):
         if self.training:
             log_sum, _, positive = matrix.statistics()
             log_g = log_sum - (positive * scale + matrix.log_negatives())
-            visits = self.pair_weights.visit(matrix.comparison(scale.reciprocal(), log_sum, log_g), stored, ids[1])
-            first = (stored["scored"] == 0) & ~log_g[0].isneginf()
+            comparison = matrix.comparison(scale.reciprocal(), log_sum, log_g)
+            visits = self.pair_weights.visit(comparison, stored, ids, local.columns)
+            first = never_scored(stored) & ~log_g[0].isneginf()
             self.state.write(ids, visits.values, first_visits=first, sums=visits.sums)
-        return local.weighted_by(self.pair_weights.weights(stored)), matrix.gathered
+        return local.weighted_by(self.pair_weights.weights(stored, local.columns)), matrix.gathered

@@ -10,8 +10,8 @@ import numpy as np
 
 from leanclip.config import load_toml, override
 from leanclip.data import DataConfig, Manifest, Source, load_manifest, open_validation
-from leanclip.data.datasets import train_source, train_visits
-from leanclip.data.synthetic import exchanged_captions
+from leanclip.data.datasets import exchanged, train_source, train_visits
+from leanclip.data.order import NO_IDS
 from leanclip.device import autocast_of, device_of
 from leanclip.errors import UserError
 from leanclip.evaluation import EvaluationSettings
@@ -62,13 +62,19 @@ class Found:
     """For the summary."""
 
     samples: int
-    scored: int
+    scored: int  # samples, or captions where each has a score
+    by_caption: bool
     share: float  # of wrong pairs
     can_tell: bool  # whether the model tells right from wrong; otherwise the share says nothing
     rows: int
     table: Path
     page: Path | None
     from_table: bool  # of the run; otherwise its model scored the data
+
+    @property
+    def pairs_scored(self) -> str:
+        what = "captions of {:,} samples" if self.by_caption else "of {:,} pairs"
+        return f"{self.scored:,} {what.format(self.samples)}"
 
 
 def find_suspects(search: Search) -> Found:
@@ -103,13 +109,14 @@ def find_suspects(search: Search) -> Found:
     if scores is None:
         assert model is not None
         visits = train_visits(data, opened, seed=config.run.seed, manifest=manifest).visits
-        scores = model_scores(model, source, visits.ids(), settings)
+        scores = model_scores(model, source, visits.ids(), settings, data.captions_per_sample)
     _check_fits(scores, source, search.run)
     ids = worst_first(scores, least=max(LEAST_ROWS, search.shown), rows=search.rows)
     written = write_table(output, suspects(source, scores, ids))
     found = Found(
         samples=len(source),
         scored=int(scores.scored.sum()),
+        by_caption=scores.captions > 1,
         share=scores.share,
         can_tell=scores.can_tell,
         rows=written,
@@ -128,16 +135,15 @@ def _as_seen(source: Source, data: DataConfig, manifest: Manifest | None, seed: 
     """The training data with the captions that the run saw."""
     if not data.exchange_captions:
         return source
-    ids = np.arange(len(source))
     held_out = open_validation(data, seed=seed, manifest=manifest)[0] if data.val_split else None
-    ids = ids if held_out is None else np.setdiff1d(ids, held_out.ids)
-    return Exchanged(source, exchanged_captions(ids, len(source), data.exchange_captions, seed=seed))
+    captions_of = exchanged(data, source, NO_IDS if held_out is None else held_out.ids, seed=seed)
+    return source if captions_of is None else Exchanged(source, captions_of)
 
 
 def _check_fits(scores: Scores, source: Source, run: Path) -> None:
-    if len(scores.score) > len(source):
+    if (samples := len(scores.score) // scores.captions) > len(source):
         raise UserError(
-            f"{run} has scores of {len(scores.score):,} samples and the data hold {len(source):,}; give --train-data,"
+            f"{run} has scores of {samples:,} samples and the data hold {len(source):,}; give --train-data,"
             " the data that it was trained on",
             code="suspects.other_data",
         )
@@ -147,7 +153,7 @@ def _write_pages(run: RunDirectory, page: Path, entries: list[dict[str, Any]], f
     """The page, and for the report of the run what the page shows."""
     wrong = f"{found.share:.1%}, about {round(found.share * found.scored):,}" if found.can_tell else "unknown"
     facts = {
-        "pairs scored": f"{found.scored:,} of {found.samples:,}",
+        "scored": found.pairs_scored,
         "look wrong": wrong,
         "shown": f"{len(entries)}",
     }

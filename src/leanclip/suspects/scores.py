@@ -26,13 +26,14 @@ ORDER_KEY = 0x5C0E
 
 
 class Scores(NamedTuple):
-    """By sample id."""
+    """By sample id; with several `captions` of each sample, those of one sample follow each other."""
 
     score: np.ndarray  # float32; high for wrong pairs
     probability: np.ndarray  # float32, of being wrong; 0 where the model cannot tell
     scored: np.ndarray  # bool: whether there is a score
     share: float  # of wrong pairs, estimated
     can_tell: bool  # whether the model tells right from wrong well enough for the estimate
+    captions: int = 1  # of each sample that have a score each; further ones share them
 
 
 def stored_scores(checkpoint: Path) -> Scores | None:
@@ -45,22 +46,28 @@ def stored_scores(checkpoint: Path) -> Scores | None:
     return judge(*stored.read(names).values())
 
 
-def model_scores(model: TwoTower, source: Source, ids: np.ndarray, settings: EvaluationSettings) -> Scores:
+def model_scores(
+    model: TwoTower, source: Source, ids: np.ndarray, settings: EvaluationSettings, captions_per_sample: int = 1
+) -> Scores:
     """By one pass over these samples. Every pair is compared twice, with other pairs each time; of several captions
-    the first two."""
+    the first two, or each of `captions_per_sample`."""
     tau = min(max(model.temperature(), 0.01), 1.0)
-    loss = create_loss("infonce", num_samples=len(source), tau=tau, learn_tau=False, pair_weights="learned")
-    loss = loss.to(settings.device)
+    loss = create_loss(
+        "infonce", num_samples=len(source), tau=tau, learn_tau=False, pair_weights="learned",
+        captions_per_sample=captions_per_sample,
+    ).to(settings.device)  # fmt: skip
     draw = torch.Generator().manual_seed(0)
     with inference(model, settings):
         for images, captions, pool in _pools(model, source, ids, settings):
-            for visit in range(MIN_VISITS):
+            for visit in range(MIN_VISITS * captions_per_sample):
                 loss.set_epoch(0, 1)  # it expects this once per epoch, and each visit is one
-                texts = [options[visit % len(options)] for options in captions]
+                wanted = visit if captions_per_sample == 1 else visit % captions_per_sample
+                numbers = torch.tensor([wanted % len(options) for options in captions])
+                texts = [options[number] for options, number in zip(captions, numbers.tolist(), strict=True)]
                 embedded = embed_texts(model, texts, settings, title="captions")
                 order = torch.randperm(len(pool), generator=draw)
                 for part in order.tensor_split(-(-len(pool) // BATCH)):
-                    loss(images[part], embedded[part], pool[part])
+                    loss(images[part], embedded[part], pool[part], caption_numbers=numbers[part])
     assert loss.state is not None
     return judge(*(loss.state.get_buffer(name).cpu() for name in NAMES))
 
@@ -88,8 +95,10 @@ def judge(score: Tensor, scored: Tensor, null: Tensor) -> Scores:
     """From the tables of a loss. The probability is that of the fit with the gate's share of wrong pairs: the fit
     alone calls some pairs wrong in any data. Where the gate is closed for another reason than a small share, right
     and wrong pairs score alike: a probability would be a guess."""
-    visits = int(scored.max()) if len(scored) else 0
-    counts = count_scores(score, scored, min(MIN_VISITS, max(1, visits))).double()
+    captions = score.shape[1] if score.ndim == 2 else 1
+    score, scored = score.flatten(), scored.flatten()
+    visits = min(MIN_VISITS, max(1, int(scored.max()))) if len(scored) else 1
+    counts = count_scores(score, scored, visits).double()
     wrong = gate(counts, null)
     if wrong is None:
         raise UserError("the run has not scored its pairs yet; train it longer", code="suspects.no_scores")
@@ -97,7 +106,8 @@ def judge(score: Tensor, scored: Tensor, null: Tensor) -> Scores:
     can_tell = wrong.open or share <= SMALLEST_SHARE
     odds = log_odds(score.float(), *torch.tensor(fit))
     probability = torch.sigmoid(_logit(share if can_tell else 0.0) - _logit(fit.share) - odds)
-    return Scores(score.float().numpy(), probability.numpy(), (scored > 0).numpy(), share, can_tell)
+    listed = scored >= (1 if captions == 1 else visits)  # of one visit to a caption, chance would list many
+    return Scores(score.float().numpy(), probability.numpy(), listed.numpy(), share, can_tell, captions)
 
 
 def _logit(share: float) -> float:

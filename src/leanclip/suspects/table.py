@@ -27,10 +27,11 @@ class Suspect(NamedTuple):
     caption: str  # several are separated by " | "
     score: float
     probability: float  # of being wrong
+    numbers: str  # of the caption or captions among those of the sample, from 0; "": the row is about all of them
 
 
 def worst_first(scores: Scores, *, least: int, rows: int | None = None) -> np.ndarray:
-    """The ids of the pairs to list: those that are more likely wrong than right, at least `least`; or `rows`."""
+    """Positions of the pairs to list: those that are more likely wrong than right, at least `least`; or `rows`."""
     ids = np.flatnonzero(scores.scored)
     if rows is None:
         rows = max(least, int((scores.probability[ids] > 0.5).sum()))
@@ -42,20 +43,26 @@ def worst_first(scores: Scores, *, least: int, rows: int | None = None) -> np.nd
 
 
 def suspects(source: Source, scores: Scores, ids: np.ndarray) -> Iterator[Suspect]:
-    """The rows for these ids, in their order."""
+    """The rows for these positions, in their order."""
     for start in range(0, len(ids), ROWS_AT_ONCE):
         block = ids[start : start + ROWS_AT_ONCE]
-        texts = {index: _texts(source, index) for index in np.sort(block).tolist()}
-        for rank, index in enumerate(block.tolist(), start + 1):
-            numbers = float(scores.score[index]), float(scores.probability[index])
-            yield Suspect(rank, index, *texts[index], *numbers)
+        texts = {position: _texts(source, position, scores.captions) for position in np.sort(block).tolist()}
+        for rank, position in enumerate(block.tolist(), start + 1):
+            key, shard, caption, numbers = texts[position]
+            score, probability = float(scores.score[position]), float(scores.probability[position])
+            yield Suspect(rank, position // scores.captions, key, shard, caption, score, probability, numbers)
 
 
-def _texts(source: Source, index: int) -> tuple[str, str, str]:
-    caption = ""  # of a sample that is broken now
+def _texts(source: Source, position: int, columns: int) -> tuple[str, str, str, str]:
+    """Key, shard, captions and their numbers."""
+    index, column = divmod(position, columns)
+    captions: list[str] = []  # of a sample that is broken now
     with contextlib.suppress(BrokenSample):
-        caption = " | ".join(source.captions(index))
-    return utf8(source.key(index)), utf8(source.file(index)), utf8(caption)
+        captions = source.captions(index)[column::columns]
+    numbers = range(column, column + columns * len(captions), columns) if columns > 1 else ()
+    texts = source.key(index), source.file(index), " | ".join(captions), " ".join(map(str, numbers))
+    key, shard, caption, named = map(utf8, texts)
+    return key, shard, caption, named
 
 
 def utf8(text: str) -> str:

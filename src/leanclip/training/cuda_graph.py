@@ -87,8 +87,7 @@ class GraphedStep:
     def __init__(self, graphs: CudaGraphs, context: StepContext, batch: Batch, texts: Texts | Tensor) -> None:
         model, loss, device = graphs.model, context.loss, batch.images.device
         self.images, self.texts = batch.images.clone(), deepcopy(texts)
-        given = (batch.sample_ids, batch.groups, batch.weights)
-        self.given = [None if tensor is None else tensor.to(device, copy=True) for tensor in given]
+        self.given = [None if tensor is None else tensor.to(device, copy=True) for tensor in _given(batch)]
         self.scale = torch.ones((), device=device)
         self.state = loss.state
         parameters = [*model.parameters(), *loss.parameters()]
@@ -97,8 +96,11 @@ class GraphedStep:
         def step() -> tuple[LossOutput, tuple[Tensor | None, ...]]:
             with graphs.autocast:
                 image, text = model(self.images, self.texts)
-                ids, groups, weights = self.given
-                output = loss(image, text, ids, groups=groups, weights=weights, global_batch=context.global_batch)
+                ids, groups, weights, caption_numbers = self.given
+                output = loss(
+                    image, text, ids, groups=groups, weights=weights, caption_numbers=caption_numbers,
+                    global_batch=context.global_batch,
+                )  # fmt: skip
             scaled = output.loss * self.scale if context.scale.grows else output.loss
             gradients = torch.autograd.grad(scaled, self.parameters, allow_unused=True)
             # Detached: later steps without a graph would otherwise accumulate on the stream of the capture.
@@ -114,7 +116,7 @@ class GraphedStep:
         self.images.copy_(batch.images)
         if batch.weights is not None:
             check_weights(batch.weights, len(batch))
-        for tensor, value in zip(self.given, (batch.sample_ids, batch.groups, batch.weights), strict=True):
+        for tensor, value in zip(self.given, _given(batch), strict=True):
             if tensor is not None and value is not None:
                 tensor.copy_(value, non_blocking=True)
         for tensor, value in zip(_tensors(self.texts), _tensors(texts), strict=True):
@@ -130,6 +132,11 @@ class GraphedStep:
         if self.state is not None:
             self.state.undo = self.undo
         return LossOutput(loss=self.output.loss.clone(), metrics=self.output.metrics)
+
+
+def _given(batch: Batch) -> tuple[Tensor | None, ...]:
+    """What the loss takes beside the embeddings."""
+    return batch.sample_ids, batch.groups, batch.weights, batch.caption_numbers
 
 
 def _tensors(texts: Texts | Tensor) -> list[Tensor]:

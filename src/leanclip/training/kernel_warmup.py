@@ -119,6 +119,7 @@ def _loss(
     # Triton compiles other code for sizes that 16 divides.
     samples = batch if batch <= MOST_SAMPLES else MOST_SAMPLES + batch % 16
     image, text = (torch.full((samples, dim), dim**-0.5, device=device, requires_grad=True) for _ in range(2))
+    ids = torch.arange(samples)
     with autocast():
-        output = loss(image, text, torch.arange(samples), global_batch=samples)
+        output = loss(image, text, ids, caption_numbers=ids, global_batch=samples)
     output.loss.backward()

@@ -131,7 +131,8 @@ def _loss_bytes(context: StepContext, dim: int, dtype: torch.dtype, device: torc
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     with context.autocast:
-        output = context.loss(image, text, torch.arange(count), global_batch=context.global_batch)
+        ids = torch.arange(count)
+        output = context.loss(image, text, ids, caption_numbers=ids, global_batch=context.global_batch)
     output.loss.backward()
     return torch.cuda.max_memory_allocated(device) - before
 
@@ -277,7 +278,8 @@ def _measured_pass(context: StepContext, model: TwoTower) -> Callable[[int, int]
         began, processor = time.perf_counter(), time.process_time()
         with context.autocast:
             image, text = context.towers(images, texts)
-            output = context.loss(image, text, torch.arange(samples), global_batch=samples * context.ranks.size)
+            ids, batch = torch.arange(samples), samples * context.ranks.size
+            output = context.loss(image, text, ids, caption_numbers=ids, global_batch=batch)
         output.loss.backward()
         return time.perf_counter() - began, time.process_time() - processor
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +15,7 @@ from leanclip.checkpointing.resume import SavedRun
 from leanclip.checkpointing.state import RunState
 from leanclip.data import Batch, Datasets, EvaluationTransform, TrainingLoader, training_transform
 from leanclip.data.decode import NO_FEATURES, Features, TrainingTransform
-from leanclip.data.synthetic import exchanged_captions
+from leanclip.data.source import most_captions
 from leanclip.device import autocast_of
 from leanclip.distributed import gloo_group, wrap_ddp, wrap_fsdp
 from leanclip.errors import UserError
@@ -125,6 +124,12 @@ def build(run: ResolvedRun) -> BuiltRun:
             f"--pair-weights {config.data.pair_weights}: a pair is weighed after {MIN_VISITS} visits, which a run of"
             f" {config.run.epochs} epoch(s) does not exceed: all weights stay 1, only the scores are kept"
         )
+    if config.data.pair_weights_mode != "off" and config.data.captions_per_sample == 1:
+        captions = most_captions(run.data.train.source)
+        notes += [
+            f"--pair-weights {config.data.pair_weights}: the captions of a sample are judged together;"
+            f" --captions-per-sample {captions} judges each by itself"
+        ] * (captions > 1)
     loss = _make_loss(config, run.saved_samples)
     dtype = torch.float64 if config.run.precision == "fp64" else None
     return BuiltRun(
@@ -235,6 +240,7 @@ def _make_loss(config: TrainConfig, samples: int) -> ContrastiveLoss:
         num_samples=samples,
         implementation=config.run.implementation,
         pair_weights=config.data.pair_weights_mode,
+        captions_per_sample=config.data.scored_captions,
     )
 
 
@@ -340,19 +346,9 @@ def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
         features=features,
         group_key=config.data.group_key,
         weight_key=config.data.pair_weights_field,
-        captions_of=_captions_of(run.data, config),
+        captions_of=run.data.train.captions_of,
+        number_captions=config.data.scored_captions > 1,
     )
-
-
-def _captions_of(data: Datasets, config: TrainConfig) -> np.ndarray | None:
-    """With --exchange-captions; captions of held-out samples stay where they are."""
-    source, val, share = data.train.source, data.val, config.data.exchange_captions
-    if not share:
-        return None
-    ids = np.arange(len(source))
-    if val is not None and val.source is source:
-        ids = np.setdiff1d(ids, val.ids)
-    return exchanged_captions(ids, len(source), share, seed=config.run.seed)
 
 
 def _set_threads(context: StepContext, built: BuiltRun, workers: int) -> Threads:

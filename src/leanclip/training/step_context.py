@@ -34,8 +34,9 @@ class StepContext:
     def loss_of(self, image: Tensor, text: Tensor, batch: Batch) -> LossOutput:
         """The loss of this rank's share of a global batch, from its embeddings."""
         return self.loss(
-            image, text, batch.sample_ids, groups=batch.groups, weights=batch.weights, global_batch=self.global_batch
-        )
+            image, text, batch.sample_ids, groups=batch.groups, weights=batch.weights,
+            caption_numbers=batch.caption_numbers, global_batch=self.global_batch,
+        )  # fmt: skip
 
     @cached_property
     def parameters(self) -> list[nn.Parameter]:

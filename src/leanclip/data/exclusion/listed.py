@@ -1,5 +1,6 @@
 """The samples that a file of keys, or a table of suspects, names."""
 
+import contextlib
 import csv
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,12 +10,13 @@ import numpy as np
 
 from leanclip.data.exclusion.same_shards import same_shards
 from leanclip.data.shards import Shards
-from leanclip.data.source import Source
+from leanclip.data.source import BrokenSample, Source
 from leanclip.errors import UserError, first_line
 from leanclip.progress import ACTIVITY, progress_bar
 
 ID_PREFIX = "id:"
 TABLES = (".csv", ".parquet")
+COLUMNS = ("id", "key", "shard", "probability", "numbers")
 SHOWN_SAMPLES = 1_000_000  # whose keys are read in more than a moment
 REPORT_EVERY = 1 << 14  # keys
 LEAST_PROBABILITY = 0.5  # of being wrong, above which a row of a table of suspects is taken
@@ -27,6 +29,7 @@ class Entry(NamedTuple):
     id: int | None = None
     file: str | None = None  # its shard
     taken: bool = True  # False for a pair that is more likely right than wrong
+    captions: tuple[int, ...] = ()  # their numbers among those of the sample, if it names captions
 
     def __str__(self) -> str:
         return self.key or f"{ID_PREFIX}{self.id}"
@@ -35,38 +38,65 @@ class Entry(NamedTuple):
 class Listed(NamedTuple):
     ids: np.ndarray  # sorted
     message: str  # for the log
+    captions: dict[int, frozenset[int]]  # numbers of listed captions, by sample, where it has others
 
 
-def listed_samples(path: str, source: Source) -> Listed:
-    """The ids of the samples that a file lists. Entries that name none are counted, and those that are not taken."""
-    ids, by_key, unknown, skipped = set[int](), dict[str, list[Entry]](), list[Entry](), 0
+def listed_samples(path: str, source: Source, captions_of: np.ndarray | None = None) -> Listed:
+    """The ids of the samples that a file lists. Entries that name none are counted, and those that are not taken.
+    `captions_of`: the sample whose captions each one gets, by default its own."""
+    ids, captions = set[int](), dict[int, frozenset[int]]()
+    by_key, unknown, skipped = dict[str, list[Entry]](), list[Entry](), 0
     shard_of = _shards(Path(path), source)
     for entry in _entries(Path(path)):
         if not entry.taken:
             skipped += 1
         elif entry.id is not None and 0 <= entry.id < len(source) and _names(entry, source, entry.id, shard_of):
-            ids.add(entry.id)
+            _add(entry.id, entry, ids, captions)
         elif entry.key is not None:  # without an id, or with that of other data
             by_key.setdefault(entry.key, []).append(entry)
         else:
             unknown.append(entry)
     if by_key:
         found = _find(source, by_key, shard_of)
-        ids |= found.keys()
-        matched = set(found.values())
+        for index, entry in found:
+            _add(index, entry, ids, captions)
+        matched = {entry for _, entry in found}
         unknown += [entry for entries in by_key.values() for entry in entries if entry not in matched]
-    if not ids and (unknown or not skipped):
+    captions = _some_of(captions, ids, source, captions_of)
+    if not ids and not captions and (unknown or not skipped):
         raise UserError(
             f"--exclude {path} names no sample of the training data; give keys or {ID_PREFIX}NUMBER, one per line, or"
             " a table that leanclip data suspects wrote",
             code="data.exclude_nothing",
         )
     message = f"--exclude: {len(ids):,} of {len(source):,} samples are left out"
+    if captions:
+        message += f", and {sum(map(len, captions.values())):,} captions of {len(captions):,} others"
     if skipped:
         message += f"; {skipped:,} rows with a probability of at most {LEAST_PROBABILITY} are skipped"
     if unknown:
         message += f"; {len(unknown):,} entries of {path} name no sample, such as {str(unknown[0])[:80]!r}"
-    return Listed(np.array(sorted(ids), np.int64), message)
+    return Listed(np.array(sorted(ids), np.int64), message, captions)
+
+
+def _add(index: int, entry: Entry, ids: set[int], captions: dict[int, frozenset[int]]) -> None:
+    if entry.captions:
+        captions[index] = captions.get(index, frozenset()).union(entry.captions)
+    else:
+        ids.add(index)
+
+
+def _some_of(
+    captions: dict[int, frozenset[int]], ids: set[int], source: Source, captions_of: np.ndarray | None
+) -> dict[int, frozenset[int]]:
+    """Those of samples that keep a caption; the others become ids."""
+    for index in captions.keys() - ids:
+        ACTIVITY.still_working()
+        with contextlib.suppress(BrokenSample):
+            owner = index if captions_of is None else int(captions_of[index])
+            if captions[index].issuperset(range(len(source.captions(owner)))):
+                ids.add(index)
+    return {index: numbers for index, numbers in captions.items() if index not in ids}
 
 
 def _shards(path: Path, source: Source) -> dict[str, str]:
@@ -83,14 +113,14 @@ def _names(entry: Entry, source: Source, index: int, shard_of: Mapping[str, str]
     return entry.file is None or shard_of.get(entry.file) == source.file(index)
 
 
-def _find(source: Source, by_key: Mapping[str, list[Entry]], shard_of: Mapping[str, str]) -> dict[int, Entry]:
-    """The samples with these keys, each with the entry that names it. Reads the key of every sample."""
-    found: dict[int, Entry] = {}
+def _find(source: Source, by_key: Mapping[str, list[Entry]], shard_of: Mapping[str, str]) -> list[tuple[int, Entry]]:
+    """The samples with these keys, each with an entry that names it. Reads the key of every sample."""
+    found: list[tuple[int, Entry]] = []
     with progress_bar("keys for --exclude", len(source), shown=len(source) >= SHOWN_SAMPLES) as progress:
         for index in range(len(source)):
             for entry in by_key.get(source.key(index), ()):
                 if entry.file is None or shard_of.get(entry.file) == source.file(index):
-                    found[index] = entry
+                    found.append((index, entry))
             if index % REPORT_EVERY == REPORT_EVERY - 1:
                 progress(REPORT_EVERY)
                 ACTIVITY.still_working()
@@ -114,7 +144,7 @@ def _entries(path: Path) -> Iterator[Entry]:
 
 
 def _table_entries(path: Path) -> Iterator[Entry]:
-    """Of a table with the columns `key` or `id`, and perhaps `shard` and `probability`."""
+    """Of a table with the columns `key` or `id`, and perhaps `shard`, `probability` and `numbers` of captions."""
     rows = _parquet_rows(path) if path.suffix.lower() == ".parquet" else _csv_rows(path)
     for row in rows:
         if "key" not in row and "id" not in row:
@@ -122,7 +152,10 @@ def _table_entries(path: Path) -> Iterator[Entry]:
         number, key = ("" if row.get(name) is None else str(row[name]) for name in ("id", "key"))
         index = int(number) if number.isdecimal() and len(number) < 19 else None
         shard = str(row["shard"]) if row.get("shard") else None
-        yield Entry(key or None, index, shard, "probability" not in row or _is_likely(row["probability"]))
+        numbers = str(row.get("numbers") or "").split()
+        captions = tuple(map(int, numbers)) if all(map(str.isdecimal, numbers)) else ()
+        taken = "probability" not in row or _is_likely(row["probability"])
+        yield Entry(key or None, index, shard, taken, captions)
 
 
 def _is_likely(probability: Any) -> bool:
@@ -147,7 +180,7 @@ def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
         ) from error
     try:
         file = parquet.ParquetFile(path)
-        columns = [name for name in ("id", "key", "shard", "probability") if name in file.schema_arrow.names]
+        columns = [name for name in COLUMNS if name in file.schema_arrow.names]
         for batch in file.iter_batches(columns=columns) if columns else ():
             yield from batch.to_pylist()
         if not columns:
