@@ -1,10 +1,14 @@
 """leanclip plan: its output, messages and refusals."""
 
+import json
+
 import pytest
+from checkpoint_runs import TINY
 
 from leanclip.cli import main
-from leanclip.cli.plan import assumed_network, does_not_fit, duration, parse_count
+from leanclip.cli.plan import PlanCommand, assumed_network, does_not_fit, duration, parse_count, resolved
 from leanclip.data import DataConfig
+from leanclip.models import ModelConfig
 from leanclip.planning.gpu_model import gpu_named
 from leanclip.planning.network import NETWORKS
 from leanclip.planning.planner import Planner, proposed_batch
@@ -95,6 +99,14 @@ def test_a_plan_that_starts_from_weights_has_the_loss_that_training_fills_in(cap
     flags = ("--model", small_model, "--compile", "off", "--gpu", "L4", "--samples", "40K")
     _, out, _ = plan(capsys, *flags, "--global-batch-size", "64", "--pretrained", "logs/base")
     assert "infonce" in out.splitlines()[0] and "--loss infonce" in out
+
+
+def test_a_plan_that_starts_from_weights_has_their_architecture(tmp_path):
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(TINY))
+    (tmp_path / "open_clip_model.safetensors").touch()
+    settings = TrainConfig(model=ModelConfig(pretrained=str(tmp_path)), data=DataConfig(global_batch_size=64))
+    config = resolved(PlanCommand(settings=settings), 1000)
+    assert config.model.model == str(tmp_path / "open_clip_config.json") and config.run.loss == "infonce"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from leanclip.planning.step_trace import UNTRACED
 from leanclip.progress import make_console
 from leanclip.recipes import settings_below
 from leanclip.runs import TrainConfig
-from leanclip.runs.defaults import fill, loss_name, total_steps
+from leanclip.runs.defaults import fill, loss_name, model_of, total_steps
 from leanclip.settings import common
 
 DESCRIPTION = """Predict memory, speed and communication of a training run, without running it and without a GPU.
@@ -206,7 +206,7 @@ def resolved(command: PlanCommand, samples: int) -> TrainConfig:
     settings = command.settings
     loss = loss_name(settings)
     spec_of(loss)
-    model = settings.model.model or "ViT-B-32"
+    model = settings.model.model or model_of(settings.model.pretrained) or "ViT-B-32"
     model_config_of(model)
     run = replace(settings.run, loss=loss, device="cuda", precision=settings.run.precision or "amp_bf16", name=None)
     settings = replace(settings, run=run, model=replace(settings.model, model=model, pretrained=None))

@@ -202,10 +202,10 @@ def default_name(config: TrainConfig) -> str:
 
 def _model_name(config: TrainConfig) -> str:
     default = "leanclip-tiny" if config.data.train_data is None else "ViT-B-32"
-    return config.model.model or _model_of(config.model.pretrained) or default
+    return config.model.model or model_of(config.model.pretrained) or default
 
 
-def _model_of(weights: str | None) -> str | None:
+def model_of(weights: str | None) -> str | None:
     """The model of saved weights: its name, or the path of their config if the run changed the architecture
     (--force-image-size, --force-quick-gelu, ...)."""
     if weights is not None and weights.startswith(HUB):
