@@ -57,7 +57,8 @@ def job_of(setting: Setting, folder: Path, case: str, *, cached: bool) -> Job:
         "train_data": f"synthetic:{setting.samples}:jpeg", "model": setting.model,
         "pretrained": str(folder / "start.pt"), "global_batch_size": setting.batch, "workers": setting.workers,
         "epochs": 10**6, "cache_locked": setting.views if cached else 0,
-        "loss": "fastclip-v1", "tau": 0.05, "lr": 1e-4, "warmup": 0, "eval_every": 0, "report_to": "none",
+        "loss": "fastclip-v1", "tau": 0.05, "lr": 1e-4, "warmup": 0, "eval_every": 0, "save_every": 10**9,
+        "report_to": "none",
         "max_steps": steps, "log_every": int(WARM_UP * steps),
         "logs": str(folder), "name": f"{case}-{cached}", "discard_start": True, "compile": "off",
     }  # fmt: skip

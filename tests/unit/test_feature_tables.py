@@ -235,7 +235,7 @@ def test_batches_of_row_numbers_become_the_same_features(tmp_path, monkeypatch, 
     for table in copied.features:
         if isinstance(table, FeatureTable):
             table.copy_to(torch.device("cpu"))
-    monkeypatch.setattr("leanclip.data.loader.CHUNK", 1)
+    monkeypatch.setattr("leanclip.features.table.NUMBERS_AT_ONCE", 1)
     batches = [batch for epoch in range(2) for batch in copied.loader.epoch(epoch)]
     assert len(batches) == len(expected) == 12 and sum(sum(batch.broken.values()) for batch in batches) > 1
     for batch, right in zip(batches, expected, strict=True):

@@ -24,6 +24,7 @@ from leanclip.progress import ACTIVITY
 MISSING, COMPUTED, BROKEN = 0, 1, 2
 DEVICE_SHARE = 4  # tables take at most a quarter of a GPU's free memory
 COPIED_ROWS = 1 << 16  # at once
+ROWS_AT_ONCE, NUMBERS_AT_ONCE = 1 << 11, 1 << 16  # features of samples, or their row numbers
 QUICK_BYTES = 4 << 30  # of a mapped table that stays in memory once it was read
 
 
@@ -81,6 +82,10 @@ class FeatureTable:
     @property
     def quick(self) -> bool:
         return self.on_device or self.nbytes <= QUICK_BYTES
+
+    @property
+    def at_once(self) -> int:
+        return NUMBERS_AT_ONCE if self.on_device else ROWS_AT_ONCE
 
     def missing(self) -> np.ndarray:
         """The ids whose features are not computed yet."""

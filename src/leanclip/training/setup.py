@@ -26,6 +26,7 @@ from leanclip.losses.pair_weights import MIN_VISITS
 from leanclip.losses.registry import spec_of
 from leanclip.models import ModelConfig, TwoTower
 from leanclip.models.towers.layers import layer_rates
+from leanclip.ops.resize import has_kernel
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.optim.loss_scale import LossScale
 from leanclip.optim.weight_average import WeightEMA
@@ -341,6 +342,7 @@ def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
         seed=config.run.seed,
         workers=config.data.workers,
         pin_memory=run.device.type == "cuda",
+        resize_on=_resize_on(config.data.decode, run.device),
         shuffle=config.data.shuffle,
         end_of_text=model.end_of_text,
         features=features,
@@ -349,6 +351,17 @@ def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
         captions_of=run.data.train.captions_of,
         number_captions=config.data.scored_captions > 1,
     )
+
+
+def _resize_on(decode: str, device: torch.device) -> torch.device | None:
+    """The GPU, where it resizes training images instead of the workers."""
+    able = device.type == "cuda" and has_kernel(device)
+    if decode == "gpu" and not able:
+        raise UserError(
+            f"--decode gpu needs an NVIDIA GPU with Triton, the run is on {device}; leave it out",
+            code="training.decode_needs_gpu",
+        )
+    return device if able and decode != "cpu" else None
 
 
 def _set_threads(context: StepContext, built: BuiltRun, workers: int) -> Threads:

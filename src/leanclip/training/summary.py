@@ -45,7 +45,8 @@ def summary(job: Job, directory: RunDirectory) -> list[str]:
         f" {_count(config.optim.warmup or 0, 'step')} of warm-up, weight decay {config.optim.wd:g}",
         "device": f"{environment(job.device)['device']}, {config.run.precision}"
         + (f", {_count(torch.get_num_threads(), 'thread')}" if job.device.type == "cpu" else "")
-        + (", compiled" if job.compiled else ""),
+        + (", compiled" if job.compiled else "")
+        + (", resizes the images" if job.loader.resizes_on_gpu else ""),
         "expected": _expected(job),
     }
     return [f"{name + ':':<12} {fact}" for name, fact in facts.items() if fact]
@@ -141,4 +142,4 @@ def contact_sheet(job: Job, batch: Batch) -> Image.Image:
 
 
 def _pixels(image: Tensor) -> Image.Image:
-    return Image.fromarray(image.permute(1, 2, 0).numpy()).resize((CELL, CELL), Image.Resampling.BILINEAR)
+    return Image.fromarray(image.permute(1, 2, 0).cpu().numpy()).resize((CELL, CELL), Image.Resampling.BILINEAR)
