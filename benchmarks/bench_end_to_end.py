@@ -2,18 +2,21 @@
 
     python benchmarks/bench_end_to_end.py --photos photos.tar    # real photographs, enlarged to 500 x 375
     python benchmarks/bench_end_to_end.py                        # noise with a photograph's spectrum instead
+    python benchmarks/bench_end_to_end.py --batch 2048 --decode gpu cpu --cores 16 4 --only train
     python benchmarks/bench_end_to_end.py --quick                # a tiny run on a CPU; nothing is kept
 
 The loader alone: its batches are fetched and thrown away. The step alone: the same batch again and again, on the
 device. Training is the command itself, in a process of its own, without checkpoints (bench_save.py is about those).
-Rates are taken once the loader's store of batches, which fills while the first steps are slow, is used up. Rows
-go to benchmarks/results/end_to_end.csv.
+With --decode and --cores, for each way to decode and each number of cores, with as many workers: the others are taken
+from the process. Rates are taken once the loader's store of batches, which fills while the first steps are slow, is
+used up. Rows go to benchmarks/results/end_to_end.csv.
 """
 
 import argparse
 import csv
 import datetime
 import io
+import itertools
 import json
 import os
 import random
@@ -22,6 +25,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import bench_step
@@ -33,20 +37,23 @@ import leanclip
 from leanclip.data import DataConfig, TrainingLoader, open_datasets, training_transform
 from leanclip.data.loader import PREFETCH_BATCHES
 from leanclip.models import ModelConfig, create_model
+from leanclip.worker_pool import Tick, run_tasks
 
 RESULTS = Path(__file__).parent / "results" / "end_to_end.csv"
 FIELDS = (
     "date", "version", "torch", "device", "cores", "model", "batch", "compile", "workers", "jpeg",
     "kilobytes_per_jpeg", "loader_per_second", "step_per_second", "train_per_second", "share_of_smaller", "data_wait",
+    "decode", "different",
 )  # fmt: skip
 WORDS = "a photograph of two small brown dogs that play with an old red ball on the wet green grass"
-REPEATS = 8  # visits of every sample in an epoch, which is to be longer than a measurement
+REPEATS = 16  # visits of every sample in an epoch, which is to be longer than a measurement
 
 
 def contents(photos: Path | None, size: tuple[int, int], different: int) -> list[bytes]:
-    """JPEGs, a third of them upright, of quality 90."""
+    """JPEGs, a third of them upright, of quality 90 (88 for noise)."""
     if photos is None:
-        return [photograph(*(size if number % 3 else size[::-1]), seed=number) for number in range(different)]
+        draw = partial(noise, size)
+        return list(run_tasks(draw, range(different), workers=len(os.sched_getaffinity(0)), progress=lambda _: None))
     jpegs = []
     with tarfile.open(photos) as archive:
         for member in archive:
@@ -64,6 +71,10 @@ def contents(photos: Path | None, size: tuple[int, int], different: int) -> list
     return jpegs
 
 
+def noise(size: tuple[int, int], number: int, _: Tick) -> bytes:
+    return photograph(*(size if number % 3 else size[::-1]), seed=number)
+
+
 def write_shards(directory: Path, jpegs: list[bytes], samples: int, shards: int = 8) -> str:
     for shard in range(shards):
         with tarfile.open(directory / f"{shard:05d}.tar", "w") as archive:
@@ -77,17 +88,20 @@ def write_shards(directory: Path, jpegs: list[bytes], samples: int, shards: int 
     return str(directory / f"{{00000..{shards - 1:05d}}}.tar")
 
 
-def loader_rate(pattern: str, model: str, batch: int, workers: int, steps: int) -> float:
+def loader_rate(pattern: str, model: str, batch: int, workers: int, steps: int, decode: str) -> float:
     """Samples per second, after as many batches as the workers keep in store."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     train = open_datasets(DataConfig(train_data=pattern, train_data_upsampling_factors=str(REPEATS)), seed=0).train
     towers = create_model(ModelConfig(model=model))
     loader = TrainingLoader(
         train.source, train.visits, batch=batch, transform=training_transform(towers.preprocess),
         tokenizer=towers.tokenizer, seed=0, workers=workers, pin_memory=torch.cuda.is_available(),
-        end_of_text=towers.end_of_text,
+        end_of_text=towers.end_of_text, resize_on=None if decode == "cpu" else device,
     )  # fmt: skip
     skip, began = PREFETCH_BATCHES * workers, 0.0
     for number, _ in enumerate(loader.epoch(0), 1):
+        if number in (skip + 1, skip + 1 + steps) and device.type == "cuda":
+            torch.cuda.synchronize()
         if number == skip + 1:
             began = time.perf_counter()
         if number == skip + 1 + steps:
@@ -96,7 +110,7 @@ def loader_rate(pattern: str, model: str, batch: int, workers: int, steps: int) 
 
 
 def train(
-    pattern: str, model: str, batch: int, workers: int, steps: int, folder: Path, compile: str
+    pattern: str, model: str, batch: int, workers: int, steps: int, folder: Path, compile: str, decode: str
 ) -> tuple[float, float]:
     """Samples per second of the last third of a run's steps, and the share of them spent waiting for data."""
     command = [
@@ -104,7 +118,7 @@ def train(
         "--global-batch-size", str(batch), "--workers", str(workers), "--max-steps", str(steps), "--epochs", "99",
         "--eval-every", "0", "--report-to", "none", "--log-every", str(max(1, steps // 3)), "--logs", str(folder),
         "--name", "run", "--micro-batch", str(batch), "--train-data-upsampling-factors", str(REPEATS),
-        "--compile", compile, "--save-every", "0",
+        "--compile", compile, "--save-every", "0", "--decode", decode,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -114,59 +128,92 @@ def train(
     return steps_logged[-1]["samples_per_second"], steps_logged[-1]["data_wait"]
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--photos", type=Path, help="a tar with .jpg files")
     parser.add_argument("--model", nargs="*", default=["ViT-B-32"])
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--compile", choices=("on", "off"), default="on")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--steps", type=int, default=180, help="of training; the last third is timed")
+    parser.add_argument("--decode", nargs="*", choices=("cpu", "gpu"), default=["gpu"])
+    parser.add_argument("--cores", nargs="*", type=int, default=[len(os.sched_getaffinity(0))])
+    parser.add_argument("--steps", type=int, help="of training; the last third is timed. Default: 3 for each core")
     parser.add_argument("--size", type=int, nargs=2, default=(500, 375))
+    parser.add_argument("--different", type=int, default=4096, help="images; each is in several samples")
+    parser.add_argument("--only", nargs="*", choices=("loader", "train", "step"), default=["loader", "train", "step"])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    samples, different = 16_000, 250
     if arguments.quick:
-        arguments.model, arguments.batch, arguments.workers, arguments.steps = ["leanclip-tiny"], 8, 1, 3
-        samples, different, arguments.size, arguments.output = 48, 8, (64, 48), Path(os.devnull)
-        arguments.compile = "off"
+        arguments.model, arguments.batch, arguments.cores, arguments.steps = ["leanclip-tiny"], 8, [1], 3
+        arguments.different, arguments.size, arguments.output = 8, (64, 48), Path(os.devnull)
+        arguments.compile, arguments.decode = "off", ["cpu"]
+    return arguments
+
+
+def main() -> None:
+    arguments = parsed()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        jpegs = contents(arguments.photos, (arguments.size[0], arguments.size[1]), different)
-        pattern = write_shards(folder, jpegs, samples)
+        jpegs = contents(arguments.photos, (arguments.size[0], arguments.size[1]), arguments.different)
+        pattern = write_shards(folder, jpegs, 48 if arguments.quick else 16_384)
         size = sum(len(jpeg) for jpeg in jpegs) / len(jpegs) / 1e3
-        steps = 3 if arguments.quick else 3 * arguments.workers  # whole rounds of the workers
-        for number, model in enumerate(arguments.model):
-            loader = loader_rate(pattern, model, arguments.batch, arguments.workers, steps)
-            print(f"{model}: loader alone {loader:,.0f} samples/s", flush=True)
-            logs = folder / f"logs{number}"
-            rate, waited = train(
-                pattern, model, arguments.batch, arguments.workers, arguments.steps, logs, arguments.compile
-            )
-            print(f"{model}: training {rate:,.0f} samples/s, data wait {waited:.0%}", flush=True)
-            alone = loader if arguments.quick else step_rate(model, arguments, device)
-            row = {
-                "date": datetime.date.today().isoformat(), "version": leanclip.__version__,
-                "torch": torch.__version__, "cores": os.cpu_count(), "model": model, "batch": arguments.batch,
-                "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-                "workers": arguments.workers, "jpeg": "x".join(map(str, arguments.size)),
-                "kilobytes_per_jpeg": round(size, 1), "loader_per_second": round(loader, 1),
-                "step_per_second": round(alone, 1), "compile": arguments.compile,
-                "train_per_second": round(rate, 1),
-                "share_of_smaller": round(rate / min(loader, alone), 3), "data_wait": round(waited, 3),
-            }  # fmt: skip
-            print(
-                f"{model}: step alone {alone:,.0f} samples/s; training {row['share_of_smaller']:.0%} of the smaller",
-                flush=True,
-            )
-            new = not arguments.output.exists()
-            with arguments.output.open("a", newline="") as file:
-                writer = csv.DictWriter(file, FIELDS)
-                if new:
-                    writer.writeheader()
-                writer.writerow(row)  # pyright: ignore[reportArgumentType]
+        print(f"{len(jpegs):,} different images of {size:.1f} kB", flush=True)
+        every_core = os.sched_getaffinity(0)
+        for model in arguments.model:
+            timed = "step" in arguments.only and not arguments.quick
+            alone = step_rate(model, arguments, device) if timed else None
+            for cores, decode in itertools.product(arguments.cores, arguments.decode):
+                os.sched_setaffinity(0, sorted(every_core)[:cores])
+                row = measured(pattern, model, arguments, cores, decode, alone, folder) | {
+                    "date": datetime.date.today().isoformat(), "version": leanclip.__version__,
+                    "torch": torch.__version__, "cores": cores, "model": model, "batch": arguments.batch,
+                    "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "workers": cores,
+                    "jpeg": "x".join(map(str, arguments.size)), "kilobytes_per_jpeg": round(size, 1),
+                    "compile": arguments.compile, "decode": decode, "different": len(jpegs),
+                }  # fmt: skip
+                new = not arguments.output.exists()
+                with arguments.output.open("a", newline="") as file:
+                    writer = csv.DictWriter(file, FIELDS)
+                    if new:
+                        writer.writeheader()
+                    writer.writerow(row)  # pyright: ignore[reportArgumentType]
+            os.sched_setaffinity(0, every_core)
+
+
+def measured(
+    pattern: str,
+    model: str,
+    arguments: argparse.Namespace,
+    cores: int,
+    decode: str,
+    alone: float | None,
+    folder: Path,
+) -> dict[str, float]:
+    """The rates of a row; those that are not asked for are left out."""
+    rates = {} if alone is None else {"step_per_second": round(alone, 1)}
+    title = f"{model}, {cores} cores, decode {decode}"
+    if "loader" in arguments.only:
+        batches = 3 if arguments.quick else 3 * cores  # whole rounds of the workers
+        rate = loader_rate(pattern, model, arguments.batch, cores, batches, decode)
+        rates["loader_per_second"] = round(rate, 1)
+        print(f"{title}: loader alone {rate:,.0f} samples/s", flush=True)
+    if "train" in arguments.only:
+        logs = folder / f"logs-{model}-{cores}-{decode}"
+        steps = arguments.steps or 3 * cores
+        rate, waited = train(pattern, model, arguments.batch, cores, steps, logs, arguments.compile, decode)
+        rates |= {"train_per_second": round(rate, 1), "data_wait": round(waited, 3)}
+        print(f"{title}: training {rate:,.0f} samples/s, data wait {waited:.0%}", flush=True)
+    if {"loader_per_second", "train_per_second"} <= rates.keys() and (alone or arguments.quick):
+        rates.setdefault("step_per_second", rates["loader_per_second"])  # a quick run has no step alone
+        smaller = min(rates["loader_per_second"], rates["step_per_second"])
+        rates["share_of_smaller"] = round(rates["train_per_second"] / smaller, 3)
+        print(
+            f"{title}: step alone {rates['step_per_second']:,.0f} samples/s; training"
+            f" {rates['share_of_smaller']:.0%} of the smaller",
+            flush=True,
+        )
+    return rates
 
 
 def step_rate(model: str, arguments: argparse.Namespace, device: torch.device) -> float:

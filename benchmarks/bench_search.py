@@ -23,9 +23,9 @@ from torch.nn.functional import normalize
 
 import leanclip
 from leanclip.data import DataConfig, EvaluationTransform
-from leanclip.data.loader import view_batches
 from leanclip.data.synthetic import Synthetic
 from leanclip.evaluation import EvaluationSettings
+from leanclip.features.views import view_batches
 from leanclip.models import ModelConfig, create_model
 from leanclip.models.export import export_open_clip
 from leanclip.search.approximate import INDEX, load_or_build

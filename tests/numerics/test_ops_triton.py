@@ -24,12 +24,13 @@ from leanclip.ops import (
     available,
     implementation,
 )
+from leanclip.ops.resize import MOST_TAPS
 from refusal import refuses
 
 triton = pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("kernels", ["ops", "losses", "attention"])
+@pytest.mark.parametrize("kernels", ["ops", "losses", "attention", "resize"])
 def test_the_kernels_pass_in_the_interpreter(kernels: str):
     path = Path(__file__).with_name(f"interpreted_{kernels}.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", str(path)]
@@ -141,6 +142,26 @@ def test_the_kernels_compile_within_shared_memory(compiled: Any, capability: int
         matrix_unit = "wgmma" if capability >= 90 else "mma.sync"
         if kernel.metadata.name not in ("largest_norms", "finish", "dense_statistics"):
             assert re.search(matrix_unit, kernel.asm["ptx"]), f"{kernel.metadata.name} does without {matrix_unit}"
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_the_kernel_that_resizes_compiles(columns: bool, capability: int):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from leanclip.ops.triton import resize
+
+    types = ("*u8", "*u8", "*i64", "*i32", "*i16", "*i32", "*i32", "i32")
+    constants = {
+        "HEIGHT": 224, "WIDTH": 160, "MOST_TAPS": MOST_TAPS, "COLUMNS": columns, "LINES": resize.LINES,
+        "PIXELS": resize.PIXELS,
+    }  # fmt: skip
+    names = resize._resample.arg_names
+    signature = dict(zip(names, types, strict=False)) | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(resize._resample, signature, constants)
+    kernel: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    assert f".target sm_{capability}" in kernel.asm["ptx"]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,14 @@ def test_a_command_that_does_not_fit_the_run_is_refused(run, changed, difference
     assert difference in error and len(error.strip().splitlines()) == 1, error
 
 
+@pytest.mark.parametrize("changed", [{"val_split": 0.3, "seed": 5}, {"val_split": 0.4}, {}])
+def test_another_split_is_not_taken_for_images_that_changed(tmp_path, capsys, changed):
+    assert train(tmp_path, max_steps=2, val_split=0.3) == 0
+    assert train(tmp_path, resume="auto", **changed) == 2
+    error = capsys.readouterr().err
+    assert refusal_code(error) == "resume.mismatch" and ("--seed 5" if "seed" in changed else "--val-split") in error
+
+
 def test_changed_settings_are_reported_except_free_ones(run, capsys):
     assert train(run, resume="auto", epochs=4, max_steps=9, lr=0.02, workers=1, log_every=2, micro_batch=7) == 0
     output = capsys.readouterr().out.replace("\n", " ")

@@ -115,7 +115,8 @@ def test_other_data_or_settings_are_refused(tmp_path):
     (tmp_path / "mine.tar").write_bytes(b"x")
     for code, source, target, settings in (
         ("pack.other_settings", Table(table), out, PackConfig(samples_per_shard=5)),
-        ("pack.other_settings", Table(table), out, PackConfig(samples_per_shard=4, max_size=16)),
+        ("pack.other_settings", Table(table), out, PackConfig(samples_per_shard=4, resize=16)),
+        ("pack.other_settings", Table(table), out, PackConfig(samples_per_shard=4, quality=80)),
         ("pack.other_source", Table(table, caption_key="filepath"), out, config),
         ("pack.foreign_folder", Table(table), tmp_path, config),
     ):
@@ -182,7 +183,7 @@ def test_large_images_are_scaled_down_and_other_formats_converted(tmp_path):
     for name, (content, _) in images.items():
         (tmp_path / "data" / name).write_bytes(content)
         (tmp_path / "data" / name).with_suffix(".txt").write_text(name)
-    summary = pack(Folder(tmp_path / "data"), tmp_path / "out", PackConfig(max_size=50))
+    summary = pack(Folder(tmp_path / "data"), tmp_path / "out", PackConfig(resize=50))
     assert summary.samples == len(images) and not summary.skipped
     packed = Shards(str(tmp_path / "out"))
     for index, (_, expected) in enumerate(images.values()):
@@ -192,6 +193,20 @@ def test_large_images_are_scaled_down_and_other_formats_converted(tmp_path):
     small, large = (Image.open(io.BytesIO(content)) for content in (packed.image_bytes(0), images["a.jpg"][0]))
     resized = large.resize((67, 50), Image.Resampling.BICUBIC)
     assert np.abs(np.asarray(small, float) - np.asarray(resized, float)).mean() < 2
+    pack(Folder(tmp_path / "data"), tmp_path / "coarse", PackConfig(resize=50, quality=30))
+    coarse = Shards(str(tmp_path / "coarse"))
+    smaller = [len(coarse.image_bytes(index)) < len(packed.image_bytes(index)) for index in range(len(images))]
+    assert smaller == [True, False, True, False, False, True, False]  # the JPEGs and the WebP that were encoded again
+
+
+def test_a_folder_packed_before_there_was_a_quality_resumes(tmp_path):
+    table, out = make_csv(tmp_path / "data", 4), tmp_path / "out"
+    pack(Table(table), out, PackConfig())
+    lines = (out / "pack.jsonl").read_text().splitlines(keepends=True)
+    head = json.loads(lines[0])
+    del head["resize"], head["quality"]
+    (out / "pack.jsonl").write_text(json.dumps(head) + "\n" + "".join(lines[1:]))
+    assert pack(Table(table), out, PackConfig()).finished_before == 1
 
 
 def test_an_image_bomb_is_a_broken_sample(tmp_path, monkeypatch):
@@ -340,6 +355,7 @@ def test_without_pyarrow_the_error_names_the_command_that_installs_it(tmp_path, 
         ("folder out", "pack.no_images", "folder"),
         ("folder out --image-key x", "pack.flag_of_other_format", "--image-key"),
         ("synthetic:5 out --samples-per-shard 0", "pack.bad_value", "--samples-per-shard is 0"),
+        ("synthetic:5 out --resize 256 --quality 101", "pack.bad_value", "--quality is 101"),
         ("synthetic:5 folder/notes.md/out", "pack.cannot_write", "notes.md/out"),
         ("synthetic:5 out --workers -1", "data.bad_value", "--workers is -1"),
         ("pairs.csv out", "data.missing_column", "--image-key, --caption-key, --separator"),

@@ -7,10 +7,11 @@ from data_forms import bundled, make_csv, write_images, write_table
 from in_workers import count_words
 from shard_files import exit_code, picture, write_shard
 
-from leanclip.data import DataConfig, open_source
+from leanclip.data import DataConfig, Shards, open_source
 from leanclip.data.synthetic import Synthetic
 from leanclip.models import TokenCounter
 from leanclip.packing.check import check
+from leanclip.packing.pack import PackConfig, pack
 from refusal import refusal_code
 
 
@@ -94,6 +95,19 @@ def test_a_random_sample_of_a_large_set_is_checked():
     assert report["samples"] == 10**9 and report["checked"] == report["captions"] == 50
     assert report["tokens"]["min"] >= 6 and report["tokens"]["max"] <= 21
     assert report == check(Synthetic(10**9), count_tokens=count_words, context_length=77, sample=50)
+
+
+def test_the_effect_of_resizing_is_estimated(tmp_path, capsys):
+    report = check(Synthetic(64, jpeg=True), count_tokens=count_words, context_length=77)
+    found = report["resizing"]
+    assert found["larger"] == 64 and found["encoded"] == 4 and found["bytes"] > found["bytes_resized"]
+    assert found["pixels_left"] == pytest.approx((256 / 375) ** 2)
+    pack(Synthetic(64, jpeg=True), tmp_path, PackConfig(resize=256))
+    packed = Shards(str(tmp_path)).image_sizes()
+    assert found["bytes_resized"] == pytest.approx(packed.sum(), rel=0.1)
+    assert command(tmp_path) == 0 and command("synthetic:64:jpeg") == 0
+    small, large = (line for line in capsys.readouterr().out.splitlines() if "larger than 256 pixels" in line)
+    assert small.endswith(" 0 (0.0%)") and "64 (100.0%); data pack --resize 256" in large
 
 
 def test_a_set_without_a_good_sample_is_reported(tmp_path):

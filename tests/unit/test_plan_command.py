@@ -1,10 +1,14 @@
 """leanclip plan: its output, messages and refusals."""
 
+import json
+
 import pytest
+from checkpoint_runs import TINY
 
 from leanclip.cli import main
-from leanclip.cli.plan import assumed_network, does_not_fit, duration, parse_count
+from leanclip.cli.plan import PlanCommand, assumed_network, does_not_fit, duration, parse_count, resolved
 from leanclip.data import DataConfig
+from leanclip.models import ModelConfig
 from leanclip.planning.gpu_model import gpu_named
 from leanclip.planning.network import NETWORKS
 from leanclip.planning.planner import Planner, proposed_batch
@@ -85,7 +89,24 @@ def test_an_assumed_gpu_and_a_proposed_batch_are_named(capsys, small_model, tmp_
     assert "on 1 x A10 (assumed), 24 GB" in out and "A10 is assumed; name yours with --gpu: H200, " in out
     assert "batch:         2,048 is proposed" in out and "--global-batch-size 2048" in out
     _, out, _ = plan(capsys, *flags, "--gpu", "L4", "--global-batch-size", "64")
-    assert "L4, 24 GB" in out and "is assumed" not in out and "is proposed" not in out
+    assert "L4, 24 GB" in out and "assumed;" not in out and "are assumed" not in out and "is proposed" not in out
+    flags = ("--config", str(config), "--gpu", "L4", "--global-batch-size", "64")
+    assert "1,000,000 are assumed" in plan(capsys, *flags)[1]
+
+
+def test_a_plan_that_starts_from_weights_has_the_loss_that_training_fills_in(capsys, small_model, monkeypatch):
+    monkeypatch.setattr("leanclip.cli.plan.Planner.largest_batch", lambda *_: 4096)
+    flags = ("--model", small_model, "--compile", "off", "--gpu", "L4", "--samples", "40K")
+    _, out, _ = plan(capsys, *flags, "--global-batch-size", "64", "--pretrained", "logs/base")
+    assert "infonce" in out.splitlines()[0] and "--loss infonce" in out
+
+
+def test_a_plan_that_starts_from_weights_has_their_architecture(tmp_path):
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(TINY))
+    (tmp_path / "open_clip_model.safetensors").touch()
+    settings = TrainConfig(model=ModelConfig(pretrained=str(tmp_path)), data=DataConfig(global_batch_size=64))
+    config = resolved(PlanCommand(settings=settings), 1000)
+    assert config.model.model == str(tmp_path / "open_clip_config.json") and config.run.loss == "infonce"
 
 
 @pytest.mark.parametrize(
@@ -152,8 +173,8 @@ def test_data_of_a_few_samples(capsys, small_model):
 
 
 def test_a_batch_that_batch_norm_refuses_ends_in_one_line(capsys):
-    flags = ("--model", "leanclip-tiny", "--gpu", "A10", "--compile", "off", "--global-batch-size", "1")
-    code, out, err = plan(capsys, *flags)
+    flags = ("--model", "leanclip-tiny", "--gpu", "A10", "--compile", "off", "--global-batch-size", "2")
+    code, out, err = plan(capsys, *flags, "--gpus", "2")
     assert code == 2 and out == "" and refusal_code(err) == "plan.not_traceable" and err.count("\n") == 1
 
 

@@ -53,7 +53,17 @@ def test_more_steps_than_an_epoch_has(tmp_path):
 def test_the_command_prints_and_writes_no_files(tmp_path, capsys):
     run([*FLAGS, "--logs", str(tmp_path), "--profile"])
     shown = capsys.readouterr().out
-    for word in ("image tower", "optimizer", "total", "samples/s; MFU", "bound by"):
+    for word in (
+        "imports",
+        "index of",
+        "first evaluation",
+        "first step",
+        "image tower",
+        "optimizer",
+        "total",
+        "samples/s; MFU",
+        "bound by",
+    ):
         assert word in shown
     assert list(tmp_path.iterdir()) == []
 

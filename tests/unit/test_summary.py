@@ -12,6 +12,7 @@ from leanclip.cli.openclip_flags import from_openclip
 from leanclip.config import TrainConfig, override
 from leanclip.recipes import load_recipe
 from leanclip.runs.defaults import fill
+from leanclip.training.model_setup import model_for_run
 from refusal import refusal_code
 
 FACTS = [
@@ -92,15 +93,14 @@ def test_the_recipe_for_fine_tuning_has_the_rules_values():
     assert (long.optim.warmup, long.loss.lr_tau) == (1000, 1e-5)
 
 
-def test_projections_alone_and_towers_from_elsewhere_have_the_rules_values():
-    def filled(**values):
-        return fill(override(TrainConfig(), {"model": "ViT-B-32"} | values, "test"), samples=100_000)
+def filled(**values):
+    return fill(override(TrainConfig(), {"model": "ViT-B-32"} | values, "test"), samples=100_000)
 
+
+def test_projections_alone_and_towers_from_elsewhere_have_the_rules_values():
     heads = filled(pretrained="x", lock_image=True, lock_text=True)
     assert (heads.run.loss, heads.optim.lr, heads.data.global_batch_size) == ("infonce", 5e-4, 128)
     assert filled(pretrained="x", lock_image=True).optim.lr == pytest.approx(1e-5 / 2**0.5)
-    unlocked = filled(pretrained="x", lock_image=True, lock_image_unlocked_groups=1, lock_text=True)
-    assert unlocked.optim.lr == pytest.approx(1e-5 / 2**0.5)
     towers = {"image_tower": "timm:resnet50", "pretrained_image": "x", "text_tower": "hf:y", "pretrained_text": "y"}
     assert filled(**towers).run.loss == "infonce" and filled(**towers).data.pair_weights == "off"
     new = filled(**towers, lock_image=True, lock_text=True)  # as the study of wrong captions has chosen
@@ -117,6 +117,49 @@ def test_projections_alone_and_towers_from_elsewhere_have_the_rules_values():
     new = filled(**towers, lora_image=8, lora_text=8, global_batch_size=256).optim
     assert (new.lr, new.lr_head, new.lr_image) == (1e-4, 5e-4, None)
     assert filled().run.loss == "fastclip-v3"
+
+
+HEADS, TOWERS = 5e-4, 1e-5 / 2**0.5  # rates at batch 128
+
+
+@pytest.mark.parametrize(
+    ("model", "image", "text", "rate"),
+    [
+        ("ViT-B-32", 1, 1, HEADS),  # the projection is the last layer of open_clip's own transformers
+        ("ViT-B-32", 1, 0, HEADS),
+        ("ViT-B-32", 2, 0, TOWERS),
+        ("ViT-B-32", 0, 2, TOWERS),
+        ("RN50", 0, 1, HEADS),
+        ("RN50", 1, 0, TOWERS),  # and not that of others
+        ("leanclip-tiny", 1, 0, TOWERS),
+    ],
+)
+def test_unlocked_projections_have_the_rates_of_projections(model, image, text, rate):
+    locked = {"pretrained": "x", "lock_image": True, "lock_text": True}
+    unlocked = {"lock_image_unlocked_groups": image, "lock_text_unlocked_layers": text}
+    assert filled(model=model, **locked, **unlocked).optim.lr == pytest.approx(rate)
+    towers = model_for_run(override(TrainConfig(), {"model": model} | locked | unlocked, "test"), shapes_only=True)
+    assert all(tower.frozen_layers == tower.layers for tower in towers.summary()) == (rate == HEADS)
+
+
+def test_an_unlocked_projection_leaves_adapters_and_new_projections_alone():
+    adapters = filled(pretrained="x", lora_image=8, lock_text=True, lock_text_unlocked_layers=1).optim
+    assert (adapters.lr, adapters.lr_image) == (pytest.approx(1e-4 / 2**0.5), None)
+    towers = {"image_tower": "timm:resnet50", "text_tower": "ViT-B-32"}
+    locked = towers | {"pretrained_image": "x", "pretrained_text": "x", "lock_image": True, "lock_text": True}
+    new = filled(**locked, lock_text_unlocked_layers=1)
+    assert (new.run.loss, new.data.pair_weights, new.optim.lr) == ("fastclip-v1", "auto", 5e-4)
+    layer = filled(**locked, lock_image_unlocked_groups=1)
+    assert (layer.run.loss, layer.data.pair_weights) == ("infonce", "off")
+
+
+def test_a_lock_that_freezes_nothing_is_said(weights, tmp_path, capsys):
+    locked = command(tmp_path, "--name", "x", "--pretrained", str(weights), "--lock-text", "--dry-run")
+    few, all_of_them = ([*locked, "--lock-text-unlocked-layers", count] for count in ("2", "20"))
+    assert "freezes nothing" not in finishes(few, capsys)
+    printed = finishes(all_of_them, capsys)
+    assert "--lock-text freezes nothing: 20 layers are unlocked, and the text tower has" in printed
+    assert "frozen" not in facts(printed)["text tower"]
 
 
 @pytest.mark.parametrize("flag", ["--lock-image", "--lock-text"])
@@ -159,3 +202,6 @@ def test_small_runs_are_described_as_they_are(tmp_path, capsys):
     lines = facts(finishes([*flags, "--max-steps", "4", "--warmup", "1", "--dry-run"], capsys))
     assert lines["data"].endswith("40 samples, 8 of them held out") and "after 1 step of" in lines["optimizer"]
     assert lines["expected"].endswith(" s or more")
+    assert lines["steps"].endswith("evaluation at the end, checkpoint at the end")
+    given = command(tmp_path, "--name", "y", "--train-data", "synthetic:40", "--workers", "0", "--dry-run")
+    assert "no evaluation, checkpoint" in facts(finishes(given, capsys))["steps"]

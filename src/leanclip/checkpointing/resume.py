@@ -101,26 +101,34 @@ class SavedRun:
         """Raise for a setting that must not change. Returns a line for each other setting that changed."""
         if _trained_architecture(architecture) != _trained_architecture(self.content["architecture"]):
             raise self._mismatch(f"it trains {self.content['settings']['model']} with another architecture")
-        saved, notes = self.content["settings"], []
-        for name, value in settings(config).items():
-            mark = RESUME_MARKS[name]
-            if mark == "free" or name not in saved or saved[name] == value:
-                continue
-            if name == "pair_weights" and (saved[name], value) == (None, "off"):
-                continue  # as runs were saved before there was a name for it
-            change = f"{_flag(name)} {_text(value)}, the run has {_text(saved[name])}"
-            if mark == "fixed":
-                remedy = "start a new run from its weights: --pretrained"
-                raise self._mismatch(f"{change}; resume with that value, or {remedy}")
-            if mark == "fixed_unless_reset" and not reset_loss:
-                raise self._mismatch(f"{change}; resume with that value, or with --reset-loss-state")
-            notes.append(f"resumed with {change}")
+        changes = [self._change(name, value, reset_loss=reset_loss) for name, value in settings(config).items()]
         if samples < self.content["samples"] and not reset_loss:
             raise self._mismatch(
                 f"it has {self.content['samples']:,} training samples, the command {samples:,}; use the same data, or"
                 " --reset-loss-state for new data"
             )
-        return notes
+        return [f"resumed with {change}" for change in changes if change is not None]
+
+    def compare_split(self, config: TrainConfig) -> None:
+        """What decides which samples are held out, before the data are opened: there another choice of samples can
+        only mean that images have changed."""
+        for name, value in (("val_split", config.data.val_split), ("seed", config.run.seed)):
+            self._change(name, value, reset_loss=config.run.reset_loss_state)
+
+    def _change(self, name: str, value: Any, *, reset_loss: bool) -> str | None:
+        """Raise if this setting must not change. Returns what has changed, if anything that the user should know."""
+        saved, mark = self.content["settings"], RESUME_MARKS[name]
+        if mark == "free" or name not in saved or saved[name] == value:
+            return None
+        if name == "pair_weights" and (saved[name], value) == (None, "off"):
+            return None  # as runs were saved before there was a name for it
+        change = f"{_flag(name)} {_text(value)}, the run has {_text(saved[name])}"
+        if mark == "fixed":
+            remedy = "start a new run from its weights: --pretrained"
+            raise self._mismatch(f"{change}; resume with that value, or {remedy}")
+        if mark == "fixed_unless_reset" and not reset_loss:
+            raise self._mismatch(f"{change}; resume with that value, or with --reset-loss-state")
+        return change
 
     def _mismatch(self, reason: str) -> UserError:
         return UserError(f"{self.path} does not fit this command: {reason}", code="resume.mismatch")

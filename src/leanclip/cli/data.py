@@ -27,7 +27,7 @@ DESCRIPTION = """usage: leanclip data pack SOURCE OUT [options]
 
 Each has its own --help. Example:
 
-  leanclip data pack cc3m.tsv shards/ --max-size 256
+  leanclip data pack cc3m.tsv shards/ --resize 256
   leanclip data check shards/
   leanclip train --train-data shards/ --val-split 0.02"""
 
@@ -43,7 +43,7 @@ Every image is decoded as a check and then copied unchanged; formats other than 
 same input gives the same bytes. Run the same command again to resume after an interruption.
 The exit code is 1 if more than --max-broken of the samples were left out.
 
-Example: leanclip data pack pairs.csv shards/ --caption-key text --max-size 256
+Example: leanclip data pack pairs.csv shards/ --caption-key text --resize 256
 """
 
 CHECK_DESCRIPTION = """Read every sample and report on the data.
@@ -84,8 +84,10 @@ class PackCommand:
     """The folder of the images of a COCO file. Default: searched around the file."""
     samples_per_shard: int = 10_000
     """Samples in each tar file."""
-    max_size: int | None = None
+    resize: int | None = None
     """Scale down and encode again every image whose shorter side has more pixels than this."""
+    quality: int = 90
+    """Of the JPEG and WebP images that --resize encodes again, from 1 to 100."""
     max_broken: float = 0.01
     """The share of broken samples, which are left out and counted, before the exit code is 1."""
     workers: int | None = None
@@ -136,7 +138,7 @@ def _pack(command: PackCommand) -> None:
     from leanclip.packing.pack import PackConfig, pack
     from leanclip.progress import progress_bar
 
-    config = PackConfig(samples_per_shard=command.samples_per_shard, max_size=command.max_size)
+    config = PackConfig(samples_per_shard=command.samples_per_shard, resize=command.resize, quality=command.quality)
     source = open_packable(command)
     workers = _workers(command.workers, len(source))
     with progress_bar("packing", len(source)) as progress:
@@ -260,6 +262,7 @@ def _show_check(report: dict[str, Any]) -> None:
         "width, min / median / max": spread("image_width", " pixels"),
         "height": spread("image_height", " pixels"),
         "size": spread("image_bytes", " bytes"),
+        f"larger than {report['resizing']['size']} pixels": _resizing(report["resizing"]),
         "captions": f"{report['captions']:,}",
         "captions per image": spread("captions_per_image"),
         "caption length": spread("tokens", f" tokens of {report['model']}"),
@@ -281,6 +284,17 @@ def _show_check(report: dict[str, Any]) -> None:
         rows[f"broken: {kind}"] = f"{count:,}, such as {report['broken_examples'][kind][0]}"
     rows["broken in all"] = f"{report['broken_share']:.2%}"
     _show(report["data"], rows)
+
+
+def _resizing(found: dict[str, Any]) -> str:
+    larger = f"{found['larger']:,} ({found['larger_share']:.1%})"
+    if not found["encoded"]:
+        return larger
+    sizes = f"{found['bytes'] / 1e6:,.1f} to {found['bytes_resized'] / 1e6:,.1f} MB"
+    return (
+        f"{larger}; data pack --resize {found['size']} takes the images from {sizes} (from {found['encoded']:,} of"
+        f" them) and the pixels to decode to {found['pixels_left']:.0%}"
+    )
 
 
 def _show(title: str, rows: dict[str, str]) -> None:

@@ -25,7 +25,7 @@ from leanclip.planning.step_trace import UNTRACED
 from leanclip.progress import make_console
 from leanclip.recipes import settings_below
 from leanclip.runs import TrainConfig
-from leanclip.runs.defaults import fill, loss_name, total_steps
+from leanclip.runs.defaults import fill, loss_name, model_of, total_steps
 from leanclip.settings import common
 
 DESCRIPTION = """Predict memory, speed and communication of a training run, without running it and without a GPU.
@@ -62,8 +62,8 @@ class PlanCommand:
     otherwise the smallest known with --gpu-memory (80 if not set), which the output names."""
     gpu_memory: float | None = common(None)
     """GB of memory of each. Default: all that the GPU has."""
-    samples: str = common("1M")
-    """Training samples: 400M, 2.7M, 315658316."""
+    samples: str | None = common(None)
+    """Training samples: 400M, 2.7M, 315658316. Default: 1M, also with --train-data, which is not read."""
     network: str | None = common(None)
     """Between the GPUs: nvlink, infiniband (200 Gb/s per GPU), infiniband-1 (200 Gb/s per host), 25gbe or pcie.
     Default: nvlink up to 8 GPUs, then infiniband; pcie within a host for GPUs that have no NVLink to all others."""
@@ -93,11 +93,13 @@ def run(arguments: list[str]) -> None:
         below=lambda typed: PlanCommand(settings=settings_below(typed)),
     )
     console = make_console()
-    samples = parse_count(command.samples)
+    samples = parse_count(command.samples or "1M")
     status = make_console(stderr=True).status("")  # shows at a terminal what is being done
     with status:
         gpu, notes = gpu_of(command, status.update)
         config = resolved(command, samples)
+        if command.samples is None:
+            notes.append(f"samples:       {samples:,} are assumed, no data are read; --samples sets another number")
         proposed = without_batch(command.settings)
         if proposed:
             notes.append(
@@ -202,10 +204,11 @@ def assumed_network(gpu: str, gpus: int) -> Network:
 def resolved(command: PlanCommand, samples: int) -> TrainConfig:
     """As `leanclip train` would fill it in on those GPUs."""
     settings = command.settings
-    spec_of(loss_name(settings))
-    model = settings.model.model or "ViT-B-32"
+    loss = loss_name(settings)
+    spec_of(loss)
+    model = settings.model.model or model_of(settings.model.pretrained) or "ViT-B-32"
     model_config_of(model)
-    run = replace(settings.run, device="cuda", precision=settings.run.precision or "amp_bf16", name=None)
+    run = replace(settings.run, loss=loss, device="cuda", precision=settings.run.precision or "amp_bf16", name=None)
     settings = replace(settings, run=run, model=replace(settings.model, model=model, pretrained=None))
     if without_batch(settings):
         settings = replace(

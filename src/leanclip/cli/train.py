@@ -10,6 +10,7 @@ from leanclip.distributed import detect_launch
 from leanclip.errors import UserError
 from leanclip.planning.profile import profile
 from leanclip.planning.profile import summary as profile_summary
+from leanclip.planning.start_up import StartUp
 from leanclip.recipes import list_recipes, recipe_path, settings_below
 from leanclip.runs import TrainConfig
 from leanclip.runs.stopping import exit_code
@@ -45,7 +46,7 @@ class TrainCommand:
 
 
 def run(arguments: list[str]) -> None:
-    began = time.monotonic()
+    began, start_up = time.monotonic(), StartUp()
     if "show" in arguments and arguments[arguments.index("show") - 1] == "--recipe":
         name = "".join(arguments[arguments.index("show") + 1 :][:1])
         print(recipe_path(name).read_text(encoding="utf-8"), end="")
@@ -62,7 +63,7 @@ def run(arguments: list[str]) -> None:
         raise UserError(message, code="recipe.needs_weights")
     elif command.dry_run or command.profile:
         with joined_processes(command.settings) as (config, _):
-            (show_preview if command.dry_run else show_profile)(config)
+            show_preview(config) if command.dry_run else show_profile(config, start_up)
     elif stopped := run_training(command.settings, began=began).stopped:
         sys.exit(exit_code(stopped))
 
@@ -75,10 +76,11 @@ def show_preview(config: TrainConfig) -> None:
     console.print(f"dry run: nothing was trained; one augmented batch with its captions: {path}")
 
 
-def show_profile(config: TrainConfig) -> None:
-    job = set_up(config)
-    profiled = profile(job)
-    tables = [profiled.table(), *([profiled.communication_table()] if profiled.collectives else [])]
+def show_profile(config: TrainConfig, start_up: StartUp) -> None:
+    start_up.end("processes and device")
+    job = set_up(config, done=start_up.end)
+    profiled = profile(job, done=start_up.end)
+    tables = [start_up.table(), profiled.table(), *([profiled.communication_table()] if profiled.collectives else [])]
     console_of(job).print(*tables, *profile_summary(profiled, job), sep="\n")
 
 

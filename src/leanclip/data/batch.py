@@ -1,12 +1,15 @@
 """The samples of one training step."""
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from leanclip.data.source import MAX_EXAMPLES
 
 MAX_PICKLED_BYTES = 256 << 10  # larger tensors travel through shared memory
 
@@ -47,7 +50,8 @@ class Batch:
         """Called by torch's DataLoader, so that copies to the device are asynchronous."""
         names = ("images", "tokens", "sample_ids", "groups", "weights", "caption_numbers")
         tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: tensor.pin_memory() for name, tensor in tensors.items() if tensor is not None})
+        on_host = {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.is_cpu}
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in on_host.items()})
 
     @property
     def captions(self) -> Any:
@@ -68,6 +72,18 @@ class Batch:
             Batch(images=i, tokens=t, sample_ids=s, lengths=n, packed=p)
             for i, t, s, n, p in zip(*tensors, lengths, packed, strict=True)
         ]
+
+    @staticmethod
+    def join(parts: "Sequence[Batch]", images: Tensor) -> "Batch":
+        """Parts of a batch, and the images of all of them."""
+        names = [name for name, value in vars(parts[0]).items() if isinstance(value, Tensor) and name != "images"]
+        tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        return Batch(
+            images=images,
+            **tensors,
+            broken=sum((Counter(part.broken) for part in parts), Counter()),
+            examples=tuple(example for part in parts for example in part.examples)[:MAX_EXAMPLES],
+        )
 
 
 def _small_as_array(value: Any) -> Any:

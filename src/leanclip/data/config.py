@@ -60,6 +60,9 @@ class DataConfig:
     """Samples per step over all processes. A resumed run must keep it. Default: 128."""
     workers: int = setting(2, common=True, resume="free")
     """Processes that decode and augment images. 0 does it in the training process."""
+    decode: Literal["auto", "cpu", "gpu"] = setting("auto", resume="free")
+    """Where training images are resized after they were decoded, to the same pixels. cpu: in the workers. gpu: on the
+    GPU, which leaves the workers time to decode more. auto: gpu if that is an NVIDIA GPU with Triton."""
     cache_locked: int | None = setting(None, resume="fixed")
     """Run locked towers once, on this many augmented views of each image and on all captions, and keep their features
     on disk (LEANCLIP_CACHE): epochs then read features instead of pixels. 0, the default: run them in every step."""

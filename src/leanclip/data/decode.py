@@ -6,8 +6,10 @@ crop of such an image is rounded to the grid of the reduced one.
 """
 
 import contextlib
+import functools
 import io
 import math
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,8 +19,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 from torch import Tensor
+from torch.utils.data import get_worker_info
+from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import functional
 
 from leanclip.data.source import BrokenSample, Source
@@ -34,6 +38,7 @@ JPEG_REDUCTIONS = (8, 4, 2)  # factors by which libjpeg can reduce an image whil
 # A reduced image stays at least this many times larger than its target, so that the filter determines the result. On
 # sharp images the mean difference from open_clip is 2 to 3 levels of 255 at a margin of 1, 1.6 at 1.5 and 0.9 at 2.
 TRAINING_MARGIN, EVALUATION_MARGIN = 1.5, 2.0
+STDERR = 2
 
 Transform = Callable[[bytes, random.Random | None], Tensor]  # evaluation passes None
 
@@ -112,14 +117,18 @@ class TrainingTransform:
     gray_scale_prob: float = 0.0
 
     def __call__(self, content: bytes, rng: random.Random | None) -> Tensor:
+        return resized(self.crop(content, rng), self.size)
+
+    def crop(self, content: bytes, rng: random.Random | None) -> Tensor:
+        """All but the last step where that is to resize; an image whose colours change is resized before."""
         rng = rng or random.Random()
         image = open_image(content)
-        pixels = resized_crop(image, random_crop(image.size, self.scale, rng), self.size)
+        crop = decoded_crop(image, random_crop(image.size, self.scale, rng), self.size)
         jitter = self.color_jitter_prob and rng.random() < self.color_jitter_prob
         gray = self.gray_scale_prob and rng.random() < self.gray_scale_prob
         if not (jitter or gray):
-            return pixels
-        image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+            return crop
+        image = Image.fromarray(resized(crop, self.size).permute(1, 2, 0).numpy())
         if jitter:
             image = color_jittered(image, self.color_jitter, rng)
         return _to_tensor(image.convert("L").convert("RGB") if gray else image)
@@ -274,19 +283,54 @@ def resized_crop(
     image: Image.Image, box: Box, size: tuple[int, int], mode: str = "bicubic", *, margin: float = TRAINING_MARGIN
 ) -> Tensor:
     """Decode an image, cut the box out and resize it to `size` (height, width): a (3, height, width) tensor."""
+    return resized(decoded_crop(image, box, size, margin=margin), size, mode)
+
+
+def decoded_crop(image: Image.Image, box: Box, size: tuple[int, int], *, margin: float = TRAINING_MARGIN) -> Tensor:
+    """The box of an image that will be resized to `size`, perhaps of a reduced one; the channels are in its last
+    dimension in memory."""
     full_size = image.size
     if image.format == "JPEG":
         limit = min((box.right - box.left) / size[1], (box.bottom - box.top) / size[0]) / margin
         reduction = next((factor for factor in JPEG_REDUCTIONS if factor <= limit), 1)
+        if reduction == 1 and (pixels := _decoded_fast(image)) is not None:
+            return pixels[:, box.top : box.bottom, box.left : box.right]
         image.draft(None, (full_size[0] // reduction, full_size[1] // reduction))
     decoded = _to_rgb(image)
     if decoded.size != full_size:
         box = _on_reduced_grid(box, full_size, decoded.size)
-    # torch gives Pillow's result, antialiased and with the same rounding, in a third of the time.
-    crop = _to_tensor(decoded.crop(box))
+    return _to_tensor(decoded.crop(box))
+
+
+def resized(crop: Tensor, size: tuple[int, int], mode: str = "bicubic") -> Tensor:
+    """torch gives Pillow's result, antialiased and with the same rounding, in a third of the time."""
     if crop.shape[1:] == size:
         return crop
     return F.interpolate(crop[None], size, mode=mode, antialias=True)[0]
+
+
+def _decoded_fast(image: Image.Image) -> Tensor | None:
+    """Pillow's pixels of an RGB JPEG without its copies of them; None where Pillow has to decide. Only in worker
+    processes: libjpeg prints what it notices to stderr, which is turned off meanwhile."""
+    file = image.fp if isinstance(image, ImageFile.ImageFile) else None
+    if image.mode != "RGB" or get_worker_info() is None or not isinstance(file, io.BytesIO):
+        return None
+    stderr = os.dup(STDERR)
+    os.dup2(_null(), STDERR)
+    try:
+        pixels = decode_jpeg(torch.frombuffer(file.getbuffer(), dtype=torch.uint8), ImageReadMode.RGB)
+    except RuntimeError:
+        return None
+    finally:
+        os.dup2(stderr, STDERR)
+        os.close(stderr)
+    assert isinstance(pixels, Tensor)
+    return pixels if pixels.shape == (3, image.height, image.width) else None
+
+
+@functools.cache
+def _null() -> int:
+    return os.open(os.devnull, os.O_WRONLY)
 
 
 def _on_reduced_grid(box: Box, full_size: tuple[int, int], reduced: tuple[int, int]) -> Box:

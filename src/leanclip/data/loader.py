@@ -9,7 +9,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -20,10 +20,13 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from leanclip.data.batch import Batch
+from leanclip.data.crops.parts import CropParts
+from leanclip.data.crops.ring import PART, CropRing, RingReader, SlotWriter
 from leanclip.data.decode import (
     NO_FEATURES,
     FeatureRows,
     Features,
+    TrainingTransform,
     Transform,
     naming,
     view_of_sample,
@@ -45,6 +48,7 @@ class TrainingLoader:
     models that skip the padding. `features` of locked towers are read in the place of images or captions.
     `group_key` and `weight_key` name fields of the samples' metadata. `captions_of` is the sample whose captions each
     one gets, by default its own. With `number_captions` a batch says which of its sample's captions each one is.
+    With `resize_on`, workers only decode, and this device resizes.
     """
 
     def __init__(
@@ -54,11 +58,12 @@ class TrainingLoader:
         *,
         batch: int,
         share: slice | None = None,
-        transform: Transform,
+        transform: TrainingTransform,
         tokenizer: Callable[..., Tensor],
         seed: int,
         workers: int,
         pin_memory: bool,
+        resize_on: torch.device | None = None,
         shuffle: Shuffle = "all",
         end_of_text: Callable[[Tensor], Tensor] | None = None,
         features: Features = NO_FEATURES,
@@ -77,20 +82,29 @@ class TrainingLoader:
         self.order = Order(visits, batch=batch, seed=seed, shuffle=shuffle)
         self._steps: list[tuple[int, int]] = []  # of the current epoch; replaced in place, so that the workers stay
         share = slice(0, batch) if share is None else share
+        self._parts = ring = None
+        if resize_on is not None and features.images is None:
+            count = len(range(batch)[share])
+            ring = CropRing(transform.size, workers=workers, samples=max(1, min(PART, count)))
+            self._parts = CropParts(RingReader(ring, resize_on), self._steps, count, PREFETCH_BATCHES * workers)
         self._batches = _TrainingBatches(
-            source, self.order, share, transform, tokenizer, seed, end_of_text, features, group_key,
-            weight_key, captions_of, number_captions,
+            source, self.order, share, transform if ring is None else transform.crop, tokenizer, seed, end_of_text,
+            features, group_key, weight_key, captions_of, number_captions, ring,
         )  # fmt: skip
         quick = all(table is not None and table.quick for table in features)
         self.chunked = self._batches.only_tables and (quick or not workers)
         self.workers, self.pin_memory = 0 if self.chunked else workers, pin_memory
         self._loader = _data_loader(
             self._batches,
-            sampler=self._steps,
+            sampler=self._steps if self._parts is None else self._parts,
             workers=self.workers,
-            pin_memory=pin_memory,
+            pin_memory=pin_memory and ring is None,
             persistent_workers=self.workers > 0,
         )
+
+    @property
+    def resizes_on_gpu(self) -> bool:
+        return self._parts is not None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -101,7 +115,12 @@ class TrainingLoader:
         steps = range(start, self.steps_per_epoch)
         if not self.chunked:
             self._steps[:] = [(epoch, step) for step in steps]
-            yield from _raise_errors(self._loader)
+            if self._parts is None:
+                yield from _raise_errors(self._loader)
+                return
+            self._parts.reader.wait()
+            for batch in self._parts.joined(_raise_errors(self._loader)):
+                yield batch.pin_memory() if self.pin_memory else batch
             return
         at_once = min(table.at_once for table in self._batches.features if table is not None)
         chunk = max(1, at_once // self.batch)
@@ -146,7 +165,8 @@ def weight_of(source: Source, index: int, key: str) -> float:
 
 @dataclass(frozen=True)
 class _TrainingBatches(Dataset):
-    """Maps (epoch, step) to this process's share of the global batch."""
+    """Maps (epoch, step) to this process's share of the global batch; with a ring (epoch, step, part, slot) to a part
+    of it, whose `images` say where the crops are in the slot."""
 
     source: Source
     order: Order
@@ -160,13 +180,20 @@ class _TrainingBatches(Dataset):
     weight_key: str | None
     captions_of: np.ndarray | None
     number_captions: bool
+    ring: CropRing | None
+    slot: int = 0
 
-    def __getitem__(self, key: tuple[int, int]) -> Batch | UserError:
-        epoch, step = key
+    def __getitem__(self, key: tuple[int, ...]) -> Batch | UserError:
+        epoch, step, *place = key
+        data = self if self.ring is None else self._part(*place)
         try:
-            return self.batches(epoch, range(step, step + 1))[0]
+            return data.batches(epoch, range(step, step + 1))[0]
         except UserError as error:
             return error  # raised in a worker, it would arrive with a traceback
+
+    def _part(self, part: int, slot: int) -> "_TrainingBatches":
+        places = range(self.order.batch)[self.share][part * PART : (part + 1) * PART]
+        return replace(self, share=slice(places.start, places.stop), slot=slot)
 
     @property
     def only_tables(self) -> bool:
@@ -203,7 +230,7 @@ class _TrainingBatches(Dataset):
     ) -> Batch:  # fmt: skip
         lengths = None
         if images is None:
-            images = torch.stack(read.images) if read.images else torch.empty(0, dtype=torch.uint8)
+            images = read.joined_images()
         if tokens is None:
             tokens = self.tokenizer(read.captions) if read.captions else torch.empty(0, dtype=torch.int64)
             lengths = self.end_of_text(tokens) if read.captions and self.end_of_text is not None else None
@@ -226,7 +253,8 @@ class _TrainingBatches(Dataset):
 
     def _read(self, epoch: int, step: int, ids: np.ndarray, copies: np.ndarray, unread: np.ndarray) -> "_Contents":
         """What unread samples have beside their features. Broken ones are replaced, in `ids` and `copies` too."""
-        contents, start = _Contents(), self.share.indices(self.order.batch)[0]
+        images = [] if self.ring is None else SlotWriter(self.ring, self.slot, len(ids))
+        contents, start = _Contents(images), self.share.indices(self.order.batch)[0]
         if None in self.features:  # what the tables do not hold is read from the source
             self.source.prefetch([index for index in ids.tolist() if index >= 0])
         for place in np.flatnonzero(unread).tolist():
@@ -277,13 +305,18 @@ class _TrainingBatches(Dataset):
 class _Contents:
     """What was read of the samples of a batch from the source, and which of them were replaced."""
 
-    images: list[Any] = field(default_factory=list)
+    images: Any  # a list, or a SlotWriter
     captions: list[Any] = field(default_factory=list)
     numbers: list[Any] = field(default_factory=list)  # of the captions
     groups: list[Any] = field(default_factory=list)
     weights: list[Any] = field(default_factory=list)
     broken: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
+
+    def joined_images(self) -> Tensor:
+        if isinstance(self.images, SlotWriter):
+            return torch.tensor(self.images.layout, dtype=torch.int64)
+        return torch.stack(self.images) if self.images else torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -341,49 +374,6 @@ def evaluation_batches(
 ) -> Iterator[EvaluationBatch]:
     """The samples in order, preprocessed as for inference, or with the features of their images."""
     data = _EvaluationBatches(source, ids, transform, features, batch)
-    yield from in_order(data, workers=workers)
-
-
-@dataclass(frozen=True)
-class ViewBatch:
-    """Samples with several views each, one sample after the other, and those that could not be read."""
-
-    ids: list[int]
-    images: Tensor  # (views * b, 3, H, W) uint8
-    broken: dict[int, BrokenSample]
-
-
-@dataclass(frozen=True)
-class _ViewBatches(Dataset):
-    source: Source
-    ids: np.ndarray
-    transform: Transform
-    views: int
-    seed: int
-    batch: int
-
-    def __len__(self) -> int:
-        return -(-len(self.ids) // self.batch)
-
-    def __getitem__(self, number: int) -> ViewBatch | UserError:
-        ids, images, broken = [], [], {}
-        for index in self.ids[number * self.batch : (number + 1) * self.batch].tolist():
-            seeds = [sample_seed(self.seed, view, index) for view in range(self.views)]
-            try:
-                images += [view_of_sample(self.source, index, self.transform, seed=seed) for seed in seeds]
-                ids.append(index)
-            except BrokenSample as error:
-                broken[index] = error
-            except UserError as error:
-                return error
-        return ViewBatch(ids, torch.stack(images) if images else torch.empty(0), broken)
-
-
-def view_batches(
-    source: Source, ids: np.ndarray, transform: Transform, *, views: int, seed: int, batch: int, workers: int
-) -> Iterator[ViewBatch]:
-    """Each sample's augmented images of the first `views` epochs of a run with this seed."""
-    data = _ViewBatches(source, ids, transform, views, seed, batch)
     yield from in_order(data, workers=workers)
 
 

@@ -27,8 +27,8 @@ def on_device(
     stream = torch.cuda.Stream(device)
 
     def send_next() -> tuple[Batch, Any] | None:
-        for batch in batches:
-            with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):  # on which the loader resizes, too
+            for batch in batches:
                 return pack(batch.to(device, dtype)), stream.record_event()
         return None
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from leanclip.data import BrokenSample, Source
 from leanclip.data.decode import Features, Transform
-from leanclip.data.loader import view_batches
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.features.table import FeatureTable, copy_to_gpu
+from leanclip.features.views import view_batches
 from leanclip.filesystem import cache_directory
 from leanclip.models import TwoTower
 from leanclip.models.towers.projection import Projection

@@ -13,6 +13,7 @@ from leanclip.models.open_clip_api import (
 )
 from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE, find_weights, step_directories
 from leanclip.models.tokenizer import TokenCounter, create_tokenizer
+from leanclip.models.towers.compose import adapters_only, heads_only
 from leanclip.models.two_tower import TwoTower
 from leanclip.models.untrusted import read_torch_file
 from leanclip.models.weights import architecture_of_file, config_of_file, with_temperature
@@ -26,12 +27,14 @@ __all__ = [
     "ModelConfig",
     "TokenCounter",
     "TwoTower",
+    "adapters_only",
     "architecture_of_file",
     "check_vocabulary",
     "config_of_file",
     "create_model",
     "create_tokenizer",
     "find_weights",
+    "heads_only",
     "is_model_name",
     "is_resnet",
     "load_model",

@@ -99,24 +99,6 @@ class ModelConfig:
         return any((self.pretrained, self.pretrained_image, self.pretrained_text))
 
     @property
-    def heads_only(self) -> bool:
-        """Whether only the projections behind both towers are trained."""
-        unlocked = self.lock_image_unlocked_groups or self.lock_text_unlocked_layers
-        return self.lock_image and self.lock_text and not unlocked
-
-    @property
-    def new_heads_only(self) -> bool:
-        """Whether only projections are trained that no checkpoint has: behind towers named one by one."""
-        return self.heads_only and self.composed
-
-    @property
-    def adapters_only(self) -> bool:
-        """Whether no trunk is trained, but adapters of one."""
-        image, text = bool(self.lora_image), bool(self.lora_text)
-        unlocked = self.lock_image_unlocked_groups or self.lock_text_unlocked_layers
-        return (image or text) and (image or self.lock_image) and (text or self.lock_text) and not unlocked
-
-    @property
     def random_frozen(self) -> str | None:
         """The flag that freezes a tower that starts without weights."""
         image, text = self.pretrained or self.pretrained_image, self.pretrained or self.pretrained_text

@@ -63,7 +63,7 @@ def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
         return Path(model).stem, _read_config(Path(model))
     config = open_clip.get_model_config(model)
     if config is None:
-        near = difflib.get_close_matches(model, open_clip.list_models(), n=3, cutoff=0.4)
+        near = difflib.get_close_matches(model, open_clip.list_models(), n=3, cutoff=0)
         raise UserError(
             f"unknown model {model!r}; nearest: {', '.join(near)} (or give the path of a config .json)",
             code="model.unknown",
@@ -151,7 +151,7 @@ def timm_settings(name: str) -> dict[str, Any]:
     timm = timm_model.timm
     settings = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     if settings is None:
-        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.4)
+        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0)
         raise UserError(f"timm has no model {name!r}; nearest: {', '.join(near)}", code="model.unknown")
     return settings.to_dict(remove_source=False, remove_null=True)
 

@@ -30,7 +30,15 @@ from leanclip.models.text_length import (
     pooling,
     text_tower,
 )
-from leanclip.models.towers.layers import Side, TowerSummary, lock, roots, summarise, train_unfrozen
+from leanclip.models.towers.layers import (
+    Side,
+    TowerSummary,
+    lock,
+    roots,
+    summarise,
+    train_unfrozen,
+    unlocked_of_trunk,
+)
 from leanclip.models.towers.lora import add_adapters
 from leanclip.models.towers.projection import Projection
 from leanclip.models.transformer_towers import embed_images, embed_texts, normalised
@@ -188,7 +196,8 @@ class TwoTower(nn.Module):
         self._lock("text", unlocked_layers)
 
     def _lock(self, side: Side, unlocked: int) -> None:
-        lock(self.clip, side, unlocked)
+        tower = self.config["vision_cfg" if side == "image" else "text_cfg"]
+        lock(self.clip, side, unlocked_of_trunk(tower, unlocked))
         self.locked.append(side)
         if not any(parameter.requires_grad for parameter in self.parameters()):
             raise UserError(

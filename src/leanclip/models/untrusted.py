@@ -89,8 +89,10 @@ def _refusal(path: Path, error: Exception) -> UserError:
         reason = "torch's old tar format can only be read by running it"
     elif isinstance(error, pickle.UnpicklingError):
         match = re.search(r"GLOBAL (\S+)|(?:class|function|call) [`'<]*([\w.]+)", text)
-        content = f", {next(filter(None, match.groups()))}," if match else ""
-        reason = f"it holds more than weights{content} and loading that could run code"
+        content = next(filter(None, match.groups())) if match else ""
+        reason = f"it holds more than weights, {content}, and loading that could run code"
+        if not content:
+            reason = "it is no file of weights that can be read without running code"
     elif isinstance(error, EOFError) or any(sign in text for sign in DAMAGED):
         return _damaged(path)
     else:

@@ -11,18 +11,22 @@ import numpy as np
 
 from leanclip.data.decode import examine, naming
 from leanclip.data.source import MAX_EXAMPLES, BrokenSample, Source
+from leanclip.packing.pack import QUALITY, encode
 from leanclip.worker_pool import Tick, run_tasks
 
 SAMPLES_PER_TASK = 512
+RESIZED = 256  # pixels of the shorter side, for which the effect of `data pack --resize` is estimated
+SAMPLES_PER_ENCODED = 16  # of these one is encoded as `data pack` does: decoding it takes longer than examining it
 MAX_TOKENS = np.iinfo(np.uint16).max
 MAX_DUPLICATES_SORTED = 10_000  # the examples are the first of these
-# One value per good sample, the last three one per caption: 46 bytes per sample with one caption.
+# One value per good sample, the last three one per caption: 50 bytes per sample with one caption.
 COLUMNS = {
     "ids": np.int64,
     "width": np.uint32,
     "height": np.uint32,
     "image_bytes": np.uint32,
     "image_hashes": np.uint64,
+    "bytes_resized": np.uint32,  # 0 where that was not measured
     "caption_ids": np.int64,
     "caption_hashes": np.uint64,
     "tokens": np.uint16,
@@ -82,6 +86,7 @@ def check(
         "image_height": _spread(columns["height"]),
         "image_bytes": _spread(columns["image_bytes"]),
         "image_formats": dict(formats.most_common()),
+        "resizing": _resizing(columns),
         "duplicate_images": _duplicates(columns["image_hashes"], columns["ids"], source),
         "duplicate_captions": _duplicates(columns["caption_hashes"], columns["caption_ids"], source),
     }
@@ -97,6 +102,8 @@ def _measure(source: Source, count_tokens: Callable[[str], int], ids: np.ndarray
             image = source.image_bytes(index)
             with naming(source, index):
                 width, height, image_format = examine(image)
+                encoded = index % SAMPLES_PER_ENCODED == 0 and min(width, height) > RESIZED
+                resized = len(encode(image, RESIZED, QUALITY)[1]) if encoded else 0
         except BrokenSample as error:
             findings.broken[error.kind] += 1
             findings.empty_captions += captions is None and error.kind == "empty"  # an image can be empty, too
@@ -104,7 +111,7 @@ def _measure(source: Source, count_tokens: Callable[[str], int], ids: np.ndarray
                 findings.examples.setdefault(error.kind, []).append(str(error))
         else:
             findings.formats[image_format] += 1
-            image_values = (index, width, height, len(image), _hash(image))
+            image_values = (index, width, height, len(image), _hash(image), resized)
             for name, value in zip(COLUMNS, image_values, strict=False):
                 values[name].append(value)
             findings.captions_of_several_lines += sum("\n" in caption for caption in captions)
@@ -115,6 +122,24 @@ def _measure(source: Source, count_tokens: Callable[[str], int], ids: np.ndarray
         tick()
     findings.columns = {name: np.asarray(values[name], dtype) for name, dtype in COLUMNS.items()}
     return findings
+
+
+def _resizing(columns: dict[str, np.ndarray]) -> dict[str, Any]:
+    """What `data pack --resize` would save, estimated from the images that were encoded."""
+    shorter = np.minimum(columns["width"], columns["height"]).astype(np.float64)
+    larger, encoded = shorter > RESIZED, columns["bytes_resized"] > 0
+    pixels, size = columns["width"].astype(np.float64) * columns["height"], columns["image_bytes"].astype(np.int64)
+    ratio = columns["bytes_resized"].sum(dtype=np.int64) / max(1, size[encoded].sum())
+    scale = np.where(larger, RESIZED / np.maximum(shorter, 1), 1.0) ** 2
+    return {
+        "size": RESIZED,
+        "larger": int(larger.sum()),
+        "larger_share": float(larger.mean()) if len(larger) else 0.0,
+        "encoded": int(encoded.sum()),
+        "bytes": int(size.sum()),
+        "bytes_resized": int(size[~larger].sum() + ratio * size[larger].sum()),
+        "pixels_left": float((pixels * scale).sum() / max(1.0, pixels.sum())),
+    }
 
 
 def _hash(content: bytes) -> int:

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import io
 import json
-import math
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,18 +27,22 @@ from leanclip.worker_pool import Tick, run_tasks
 
 JOURNAL = "pack.jsonl"
 ENDINGS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with further images
-ENCODING_QUALITY = 90  # of JPEG and WebP
+QUALITY = 90  # of JPEG and WebP images that are encoded again
+SETTINGS = {"samples_per_shard": None, "resize": None, "quality": QUALITY}  # with the values of journals without them
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackConfig:
     samples_per_shard: int = 10_000
-    max_size: int | None = None
+    resize: int | None = None
+    quality: int = QUALITY
 
     def __post_init__(self) -> None:
-        for name, value in (("samples-per-shard", self.samples_per_shard), ("max-size", self.max_size)):
+        for name, value in (("samples-per-shard", self.samples_per_shard), ("resize", self.resize)):
             if value is not None and value < 1:
                 raise UserError(f"--{name} is {value}; it must be at least 1", code="pack.bad_value")
+        if not 1 <= self.quality <= 100:
+            raise UserError(f"--quality is {self.quality}; it must be from 1 to 100", code="pack.bad_value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +116,7 @@ def _journal(out: Path, source: Packable, config: PackConfig) -> Iterator[IO[str
     head = {
         "source": hashlib.blake2b(identity, digest_size=16).hexdigest(),
         "samples": len(source),
-        "samples_per_shard": config.samples_per_shard,
-        "max_size": config.max_size,
+        **asdict(config),
     }
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -154,11 +156,11 @@ def _refuse_other(out: Path, first: str, head: dict[str, Any]) -> None:
             f"{out} was packed from other data, or the data changed since; remove {out}, or pack into another folder",
             code="pack.other_source",
         )
-    for name, flag in (("samples_per_shard", "--samples-per-shard"), ("max_size", "--max-size")):
-        if stored.get(name) != head[name]:
+    for name, default in SETTINGS.items():
+        if (before := stored.get(name, default)) != head[name]:
             raise UserError(
-                f"{out} was packed with {flag} {stored.get(name)}, not {head[name]}; give the same value, or another"
-                " folder",
+                f"{out} was packed with --{name.replace('_', '-')} {before}, not {head[name]}; give the same value,"
+                " or another folder",
                 code="pack.other_settings",
             )
 
@@ -206,7 +208,7 @@ def _members(source: Packable, index: int, config: PackConfig) -> list[tuple[str
     captions = source.captions(index)
     content = source.image_bytes(index)
     with naming(source, index):
-        members = [_encode(content, config.max_size), ("txt", _utf8(captions[0]))]
+        members = [encode(content, config.resize, config.quality), ("txt", _utf8(captions[0]))]
     several = {"captions": captions} if len(captions) > 1 else {}
     if content := source.fields(index) | several:
         members.append(("json", _utf8(json.dumps(content, ensure_ascii=False))))
@@ -217,18 +219,18 @@ def _utf8(text: str) -> bytes:
     return text.encode("utf-8", errors="replace")  # JSON may contain an unpaired surrogate
 
 
-def _encode(content: bytes, max_size: int | None) -> tuple[str, bytes]:
-    """The ending and the image: unchanged if training supports its format and it is small enough."""
+def encode(content: bytes, size: int | None, quality: int) -> tuple[str, bytes]:
+    """The ending and the image: unchanged if training supports its format and its shorter side is at most `size`."""
     image = open_image(content)
     ending = ENDINGS.get(image.format or "")
-    too_large = min(image.size) > (max_size or math.inf)
+    too_large = size is not None and min(image.size) > size
     if ending is not None and not too_large:
         examine(content)
         return ending, content
     file = io.BytesIO()
     with decoding():
-        image = _shrunk(image, max_size) if max_size is not None and too_large else _eight_bit(image)
-        image.save(file, {"jpg": "JPEG", "webp": "WEBP"}.get(ending or "", "PNG"), quality=ENCODING_QUALITY)
+        image = _shrunk(image, size) if size is not None and too_large else _eight_bit(image)
+        image.save(file, {"jpg": "JPEG", "webp": "WEBP"}.get(ending or "", "PNG"), quality=quality)
     return ending or "png", file.getvalue()
 
 

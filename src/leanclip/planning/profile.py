@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from leanclip.data import Batch
 from leanclip.distributed import TRAFFIC_COUNTER, Ranks
+from leanclip.evaluation.embed import EvaluationSettings, embed
 from leanclip.planning.gpu_measurement import matrix_rate, seconds
 from leanclip.planning.planner import SUMMED
 from leanclip.training.setup import Job
@@ -162,13 +163,24 @@ class _Marks:
         return total
 
 
-def profile(job: Job, *, steps: int = STEPS) -> Profile:
-    """Run real steps of a job. What they train is discarded with it."""
+def profile(job: Job, *, steps: int = STEPS, done: Callable[[str], None] = lambda part: None) -> Profile:
+    """Run real steps of a job. What they train is discarded with it. `done` is called after each part of the first
+    step."""
     loss, ranks = job.context.loss, job.context.ranks
+    if job.data.val is not None:
+        settings = EvaluationSettings(
+            device=job.device, autocast=job.context.autocast, workers=job.config.data.workers
+        )
+        embed(job.model, job.data.val, settings, features=job.val_features)
+        done("first evaluation")
     job.model.train()
     loss.train()
     batches = _batches(job)
     first = next(batches)
+    done("first batch")
+    loss.set_epoch(0, 1)
+    training_step(job.context, first).loss.item()
+    done("first step")
     flops = 3 * _forward_flops(job, first)
     rate = matrix_rate(job.device, torch.bfloat16 if job.context.autocast._enabled else job.dtype)
     marks = _Marks(job.device)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leanclip.data import Batch
+from leanclip.data.crops.ring import device_bytes
 from leanclip.distributed import TRAFFIC_COUNTER, Ranks, TrafficCounter
 from leanclip.distributed.ddp_fsdp import repeated_blocks
 from leanclip.losses import ContrastiveLoss, loss_from_config
@@ -58,6 +59,7 @@ class Predicted:
     parts: int  # micro-batches
     compiled: bool  # the towers' blocks
     cuda_graph: bool  # replays the step up to the gradients
+    resizing: int = 0  # bytes for the next batch's images, where the GPU resizes them
     feature_sizes: tuple[int | None, int | None] = (None, None)  # of locked towers that run once
 
     @property
@@ -67,7 +69,7 @@ class Predicted:
     @property
     def needed(self) -> int:
         """In a run, where the next batch is already on the device."""
-        return self.peak + self.memory["batch"]
+        return self.peak + self.memory["batch"] + self.resizing
 
 
 @uncollected()
@@ -136,6 +138,7 @@ def predict_step(
         parts=parts,
         compiled=model.compiled,
         cuda_graph=parts == 1 and uses_cuda_graph(config, model, first, CUDA),
+        resizing=0 if config.data.decode == "cpu" or data.images.dim() < 4 else device_bytes(data.images),
         feature_sizes=model.feature_sizes,
     )
 

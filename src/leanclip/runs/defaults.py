@@ -16,8 +16,10 @@ from leanclip.models import (
     CONFIG_FILE,
     HUB,
     ModelConfig,
+    adapters_only,
     architecture_of_file,
     find_weights,
+    heads_only,
     is_resnet,
     named_architecture,
 )
@@ -96,8 +98,13 @@ def loss_name(config: TrainConfig) -> str:
     if config.run.loss != AUTO_LOSS:
         return config.run.loss
     if config.model.from_weights:
-        return "fastclip-v1" if config.model.new_heads_only else "infonce"
+        return "fastclip-v1" if _new_heads_only(config) else "infonce"
     return "fastclip-v3"
+
+
+def _new_heads_only(config: TrainConfig) -> bool:
+    """Whether only projections are trained that no checkpoint has: behind towers named one by one."""
+    return config.model.composed and heads_only(replace(config.model, model=_model_name(config)))
 
 
 def fill(config: TrainConfig, *, samples: int, processes: int = 1, fine_tuning: bool | None = None) -> TrainConfig:
@@ -107,11 +114,12 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1, fine_tuning: 
     """
     fine_tuning = config.model.from_weights if fine_tuning is None else fine_tuning
     config = replace(config, run=replace(config.run, loss=loss_name(config)))
-    model_name = _model_name(config)
+    model = replace(config.model, model=_model_name(config))
     batch = config.data.global_batch_size or (config.data.batch_size or 0) * processes or 128
-    if batch < processes:
+    if batch < max(processes, 2):
         raise UserError(
-            f"a global batch of {batch} is smaller than the {processes} processes; raise --global-batch-size",
+            f"a global batch of {batch} is too small for {processes} process(es): it needs 2 samples, which are"
+            " compared with each other, and one for each process; raise --global-batch-size",
             code="config.batch_too_small",
         )
     run = config.run
@@ -126,12 +134,12 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1, fine_tuning: 
     )
     rule = interpolated(samples)
     if fine_tuning:
-        rule = rule._replace(**_rates_from_weights(config.model))
+        rule = rule._replace(**_rates_from_weights(model))
     max_warmup = MAX_FINE_TUNING_WARMUP if fine_tuning else MAX_WARMUP
-    resnet = is_resnet(model_name)
+    resnet = is_resnet(str(model.model))
     optimizer = OPTIMIZER_RULES.get(config.optim.opt, ADAMW_RULE)
     beta1, beta2 = optimizer.betas or (0.9, 0.999 if resnet else 0.98)
-    adapter_rates = _adapter_rates(config, batch) if fine_tuning else {}
+    adapter_rates = _adapter_rates(config, model, batch) if fine_tuning else {}
     optim = replace(
         config.optim,
         **{name: optimizer.lr * rate for name, rate in adapter_rates.items()},
@@ -150,12 +158,12 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1, fine_tuning: 
         )
     return replace(
         config,
-        model=replace(config.model, model=model_name),
+        model=model,
         data=replace(
             config.data,
             global_batch_size=batch,
             batch_size=None,
-            pair_weights=config.data.pair_weights or ("auto" if config.model.new_heads_only else "off"),
+            pair_weights=config.data.pair_weights or ("auto" if _new_heads_only(config) else "off"),
         ),
         run=run,
         optim=optim,
@@ -164,21 +172,21 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1, fine_tuning: 
 
 
 def _rates_from_weights(model: ModelConfig) -> dict[str, float]:
-    if model.adapters_only:
+    if adapters_only(model):
         return ADAPTERS
-    return HEADS if model.heads_only else FINE_TUNING
+    return HEADS if heads_only(model) else FINE_TUNING
 
 
-def _adapter_rates(config: TrainConfig, batch: int) -> dict[str, float]:
+def _adapter_rates(config: TrainConfig, model: ModelConfig, batch: int) -> dict[str, float]:
     """Where --lr is open: of adapters beside a tower that is trained itself, whose rate is lower, and of new
     projections behind adapters."""
     if config.optim.lr is not None:
         return {}
-    model, new_projections = config.model, config.model.adapters_only and config.model.composed
+    alone = adapters_only(model)
     rules = {
-        "lr_image": ADAPTERS if model.lora_image and not model.adapters_only else None,
-        "lr_text": ADAPTERS if model.lora_text and not model.adapters_only else None,
-        "lr_head": HEADS if new_projections else None,
+        "lr_image": ADAPTERS if model.lora_image and not alone else None,
+        "lr_text": ADAPTERS if model.lora_text and not alone else None,
+        "lr_head": HEADS if alone and model.composed else None,
     }
     return {
         name: rule["lr"] * min(1.0, math.sqrt(batch / rule["batch"]))
@@ -194,10 +202,10 @@ def default_name(config: TrainConfig) -> str:
 
 def _model_name(config: TrainConfig) -> str:
     default = "leanclip-tiny" if config.data.train_data is None else "ViT-B-32"
-    return config.model.model or _model_of(config.model.pretrained) or default
+    return config.model.model or model_of(config.model.pretrained) or default
 
 
-def _model_of(weights: str | None) -> str | None:
+def model_of(weights: str | None) -> str | None:
     """The model of saved weights: its name, or the path of their config if the run changed the architecture
     (--force-image-size, --force-quick-gelu, ...)."""
     if weights is not None and weights.startswith(HUB):

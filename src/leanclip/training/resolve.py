@@ -69,6 +69,7 @@ def resolve(config: TrainConfig) -> ResolvedRun:
         config = replace(config, run=run, model=replace(config.model, pretrained=str(resume_from)))
     elif resume_from is not None:
         saved = SavedRun.open(resume_from)
+        saved.compare_split(config)
         config = _as_begun(config, saved)
     config, data = _complete(config, saved, ranks, fine_tuning=fine_tuning)
     if fine_tuning and saved is None:

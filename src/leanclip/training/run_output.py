@@ -175,6 +175,7 @@ def describe(job: Job, version: str) -> dict[str, object]:
         "global_batch": config.data.global_batch_size,
         "processes": job.context.ranks.size,
         "threads": job.threads,
+        "decode": "gpu" if job.loader.resizes_on_gpu else "cpu",
         "micro_batches": job.context.micro_batches,
         "steps": job.steps,
         "epochs": config.run.epochs,

@@ -1,6 +1,7 @@
 """From a configuration to a run that is ready to start, in four steps: resolve, build, distribute, restore."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,9 @@ from leanclip.features.locked_towers import LockedTowers
 from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
 from leanclip.losses.pair_weights import MIN_VISITS
 from leanclip.losses.registry import spec_of
-from leanclip.models import TwoTower
+from leanclip.models import ModelConfig, TwoTower
 from leanclip.models.towers.layers import layer_rates
+from leanclip.ops.resize import has_kernel
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.optim.loss_scale import LossScale
 from leanclip.optim.weight_average import WeightEMA
@@ -85,13 +87,20 @@ class Job:
         return torch.float64 if self.config.run.precision == "fp64" else torch.float32
 
 
-def set_up(config: TrainConfig, *, kernels: bool = True) -> Job:
+def set_up(config: TrainConfig, *, kernels: bool = True, done: Callable[[str], None] = lambda part: None) -> Job:
     """Everything a run needs. Deterministic in the seed. `kernels`: compile a GPU's before the first step.
 
-    A dry run does without: it computes no features of locked towers either.
+    A dry run does without: it computes no features of locked towers either. `done` is called after each part.
     """
     run = resolve(config)
-    return restore(distribute(build(run), kernels=kernels), run)
+    done("index of the data")
+    built = build(run)
+    done("model and loss")
+    job = distribute(built, kernels=kernels)
+    done("kernels, optimizer, loader")
+    job = restore(job, run)
+    done("checkpoint")
+    return job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +124,7 @@ def build(run: ResolvedRun) -> BuiltRun:
     if saved is not None:
         notes += saved.compare(config, model.open_clip_config(), samples=run.samples, reset_loss=run.reset_loss)
         notes += [] if run.reset_loss else saved.ignored_settings(run.loss_flags)
+    notes += _nothing_frozen(config.model, model)
     if device.type == "cpu" and config.run.precision not in ("fp32", "fp64"):
         notes.append(f"--precision {config.run.precision} is slower than fp32 on most CPUs; leave it out")
     visits = config.run.epochs * max(config.data.upsampling_factors or [1])
@@ -134,6 +144,17 @@ def build(run: ResolvedRun) -> BuiltRun:
     return BuiltRun(
         run=run, config=config, model=model.to(device, dtype), loss=loss.to(device, dtype), notes=tuple(notes)
     )
+
+
+def _nothing_frozen(settings: ModelConfig, model: TwoTower) -> list[str]:
+    """Warnings where a tower is locked and all of its layers are unlocked."""
+    unlocked = {"image": settings.lock_image_unlocked_groups, "text": settings.lock_text_unlocked_layers}
+    return [
+        f"warning: --lock-{tower.side} freezes nothing: {unlocked[tower.side]} layers are unlocked, and the"
+        f" {tower.side} tower has {tower.layers} and its projection"
+        for tower in model.summary()
+        if unlocked[tower.side] and not tower.frozen_layers
+    ]
 
 
 def _rates(optim: OptimConfig, model: TwoTower) -> dict[str, float]:
@@ -182,9 +203,9 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     )
     if warmup is not None and (problem := warmup.wait()) is not None:
         notes.append(f"warning: {problem}")
-    threads = _set_threads(context, built, loader.workers) if device.type == "cpu" else None
     micro_batches, peak_bytes = _micro_batches(context, model, config, device)
     context = replace(context, micro_batches=micro_batches)
+    threads = _set_threads(context, built, loader.workers) if device.type == "cpu" else None
     state = RunState(model=model, loss=loss, optimizer=context.optimizer, scale=context.scale, ema=ema, device=device)
     return Job(
         config=config, device=device, data=run.data, model=model, context=context, loader=loader, steps=run.steps,
@@ -329,6 +350,7 @@ def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
         seed=config.run.seed,
         workers=config.data.workers,
         pin_memory=run.device.type == "cuda",
+        resize_on=_resize_on(config.data.decode, run.device),
         shuffle=config.data.shuffle,
         end_of_text=model.end_of_text,
         features=features,
@@ -337,6 +359,17 @@ def _make_loader(built: BuiltRun, features: Features) -> TrainingLoader:
         captions_of=run.data.train.captions_of,
         number_captions=config.data.scored_captions > 1,
     )
+
+
+def _resize_on(decode: str, device: torch.device) -> torch.device | None:
+    """The GPU, where it resizes training images instead of the workers."""
+    able = device.type == "cuda" and has_kernel(device)
+    if decode == "gpu" and not able:
+        raise UserError(
+            f"--decode gpu needs an NVIDIA GPU with Triton, the run is on {device}; leave it out",
+            code="training.decode_needs_gpu",
+        )
+    return device if able and decode != "cpu" else None
 
 
 def _set_threads(context: StepContext, built: BuiltRun, workers: int) -> Threads:
@@ -359,6 +392,7 @@ def _micro_batches(
     """As many on every rank, so that all take part in the same collectives; and the measured peak."""
     ranks, batch, parallel = context.ranks, context.global_batch, config.parallel
     share, smallest = ranks.largest_share(batch), batch // ranks.size
+    _check_norms(context, smallest)  # before a pass is measured
     size, peak_bytes = parallel.micro_batch or share, None
     if parallel.micro_batch is None and device.type == "cuda":
         size, peak_bytes = probe_micro_batch(
@@ -377,12 +411,16 @@ def _micro_batches(
             f" raise it, or choose a global batch that {ranks.size} processes divide",
             code="training.empty_micro_batch",
         )
-    if context.norms.averages and smallest // count < 2:
+    _check_norms(context, smallest // count)
+    return count, peak_bytes
+
+
+def _check_norms(context: StepContext, samples: int) -> None:
+    if context.norms.averages and samples < 2:
         raise UserError(
             "batch normalisation needs two samples in every micro-batch; raise --micro-batch or the batch",
             code="training.micro_batch_too_small",
         )
-    return count, peak_bytes
 
 
 def _with_comparable_best(saved: SavedRun, config: TrainConfig) -> Position:

@@ -26,6 +26,8 @@ FONT_SIZE, CAPTION_WIDTH, CAPTION_LINES = 16, 26, 4  # pixels, characters
 def summary(job: Job, directory: RunDirectory) -> list[str]:
     """The run in at most 15 lines, for its log and for --dry-run. What is not known has no line."""
     config, context, decoder = job.config, job.context, job.model.untrained_decoder
+    evaluated = job.data.val is not None or job.zero_shot
+    evaluation = f"evaluation {_every(config.run.eval_every, job.steps)}" if evaluated else "no evaluation"
     facts = {
         "run": f"{config.run.name}, written to {directory.path}",
         "data": _data(job),
@@ -38,12 +40,13 @@ def summary(job: Job, directory: RunDirectory) -> list[str]:
         "batch": f"{context.global_batch:,} on {_count(context.ranks.size, 'process')}, each in"
         f" {_count(context.micro_batches, 'micro-batch')}",
         "steps": f"{job.steps:,}, {job.loader.steps_per_epoch:,} an epoch;"
-        f" evaluation {_every(config.run.eval_every)}, checkpoint {_every(config.run.save_every)}",
+        f" {evaluation}, checkpoint {_every(config.run.save_every, job.steps)}",
         "optimizer": f"{config.optim.opt}, learning rate {config.optim.lr:.3g} {config.optim.lr_scheduler} after"
         f" {_count(config.optim.warmup or 0, 'step')} of warm-up, weight decay {config.optim.wd:g}",
         "device": f"{environment(job.device)['device']}, {config.run.precision}"
         + (f", {_count(torch.get_num_threads(), 'thread')}" if job.device.type == "cpu" else "")
-        + (", compiled" if job.compiled else ""),
+        + (", compiled" if job.compiled else "")
+        + (", resizes the images" if job.loader.resizes_on_gpu else ""),
         "expected": _expected(job),
     }
     return [f"{name + ':':<12} {fact}" for name, fact in facts.items() if fact]
@@ -103,8 +106,8 @@ def _duration(seconds: float) -> str:
     return f"{round(minutes)} min or more" if minutes >= 1 else f"{max(1, round(seconds))} s or more"
 
 
-def _every(steps: int | None) -> str:
-    return f"every {steps:,} steps" if steps else "at the end"
+def _every(steps: int | None, of: int) -> str:
+    return f"every {steps:,} steps" if steps and steps < of else "at the end"
 
 
 def _count(number: int, thing: str) -> str:
@@ -139,4 +142,4 @@ def contact_sheet(job: Job, batch: Batch) -> Image.Image:
 
 
 def _pixels(image: Tensor) -> Image.Image:
-    return Image.fromarray(image.permute(1, 2, 0).numpy()).resize((CELL, CELL), Image.Resampling.BILINEAR)
+    return Image.fromarray(image.permute(1, 2, 0).cpu().numpy()).resize((CELL, CELL), Image.Resampling.BILINEAR)

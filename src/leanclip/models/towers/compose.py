@@ -7,10 +7,34 @@ from leanclip.errors import UserError
 from leanclip.filesystem import read_json
 from leanclip.models.config import ModelConfig
 from leanclip.models.open_clip_api import HF_TEXT_MODELS, hub_file, model_config_of, timm_settings
+from leanclip.models.towers.layers import unlocked_of_trunk
 
 TIMM, HUGGING_FACE = "timm:", "hf:"
 RESIZE_MODES = {"center": "shortest", "squash": "squash", "border": "longest"}  # timm's words and open_clip's
 CONTEXT = 77  # at most: longer captions cost more and say little
+
+
+def heads_only(config: ModelConfig) -> bool:
+    """Whether only the projections behind both towers are trained."""
+    return config.lock_image and config.lock_text and not _trains_trunk_layers(config)
+
+
+def adapters_only(config: ModelConfig) -> bool:
+    """Whether no trunk is trained, but adapters of one."""
+    image, text = bool(config.lora_image), bool(config.lora_text)
+    frozen = (image or config.lock_image) and (text or config.lock_text)
+    return (image or text) and frozen and not _trains_trunk_layers(config)
+
+
+def _trains_trunk_layers(config: ModelConfig) -> bool:
+    """Whether a locked tower has trained layers before its projection."""
+    image, text = config.lock_image_unlocked_groups, config.lock_text_unlocked_layers
+    if not image and not text:
+        return False
+    assert config.model is not None
+    _, base = model_config_of(config.model)
+    towers = compose(config, base)[0] if config.composed else base
+    return unlocked_of_trunk(towers["vision_cfg"], image) + unlocked_of_trunk(towers["text_cfg"], text) > 0
 
 
 def compose(config: ModelConfig, base: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

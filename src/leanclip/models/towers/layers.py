@@ -1,14 +1,13 @@
 """The layers of a tower, first to last: what is locked, and what a summary of a run says about it."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
 
 from leanclip.models.open_clip_api import timm_layers
-from leanclip.models.text_length import text_tower
 
 Side = Literal["image", "text"]
 BLOCK = re.compile(r"\b(?:resblocks|layers?|blocks?|h)\.\d+\.|\blayer\d+\.\d+\.")  # the latter in CLIP's ResNets
@@ -78,15 +77,16 @@ def layer_rates(
     return {name: rate for name, rate in rates.items() if rate != base}
 
 
-def lock(clip: Any, side: Side, unlocked: int) -> None:
-    """Freeze the trunk of a tower except its last layers. Its projection stays trained.
+def unlocked_of_trunk(tower: Mapping[str, Any], unlocked: int) -> int:
+    """How many layers of the trunk are among the last of a tower with this config, counted as open_clip does: the
+    projection is the last layer of its own transformers."""
+    other = tower.get("timm_model_name") or tower.get("hf_model_name") or isinstance(tower.get("layers"), list)
+    return unlocked if other else max(0, unlocked - 1)
 
-    `unlocked` counts as open_clip does: the projection is the last group of open_clip's own transformers.
-    """
+
+def lock(clip: Any, side: Side, unlocked: int) -> None:
+    """Freeze the trunk of a tower except its last layers. Its projection stays trained."""
     trunk = tower_layers(clip, side).trunk
-    tower = clip.visual if side == "image" else text_tower(clip)
-    if hasattr(getattr(tower, "transformer", None), "resblocks"):
-        unlocked = max(0, unlocked - 1)
     for name in (name for layer in trunk[: max(0, len(trunk) - unlocked)] for name in layer):
         clip.get_parameter(name).requires_grad_(False)
 

@@ -1,0 +1,1 @@
+"""Crops that workers decode and the GPU resizes."""
