@@ -102,3 +102,19 @@ def _kill_processes(namespace: str) -> None:
 
 def run(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def output_of_first(commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], seconds: float) -> str:
+    """Run the processes of a group together."""
+    processes = [
+        subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True)
+        for command, own in zip(commands, variables, strict=True)
+    ]
+    try:
+        outputs = [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes := [process.returncode for process in processes]):
+        raise RuntimeError(f"processes ended with {codes}")
+    return outputs[0]

@@ -13,9 +13,7 @@ rows are not measured again.
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +29,7 @@ import torch
 import torch.distributed as dist
 from communication import Call
 from measurements import Table
-from network_hosts import WIRE, Host, connected_hosts
+from network_hosts import WIRE, Host, connected_hosts, output_of_first
 
 from leanclip.planning.network import NETWORKS
 
@@ -83,17 +81,8 @@ def measure(provider: str, hosts: list[Host], arguments: argparse.Namespace) -> 
     calls = communication.count_alone(provider, ranks, share, dim, torch.float32)
     command = [sys.executable, __file__, "--calls", json.dumps(calls), "--repeats", str(arguments.repeats)]
     command += ["--address", hosts[0].address, "--rank"]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": WIRE}
-    processes = [
-        subprocess.Popen(
-            host.command([*command, str(rank), str(ranks)]), stdout=subprocess.PIPE, env=environment, text=True
-        )
-        for rank, host in enumerate(hosts)
-    ]
-    output, _ = processes[0].communicate(timeout=600)
-    codes = [process.wait(60) for process in processes]
-    if any(codes):
-        raise RuntimeError(f"processes ended with {codes}")
+    commands = [host.command([*command, str(rank), str(ranks)]) for rank, host in enumerate(hosts)]
+    output = output_of_first(commands, [{"GLOO_SOCKET_IFNAME": WIRE}] * ranks, seconds=600)
     for number, (call, line) in enumerate(zip(calls, output.splitlines(), strict=True)):
         times, sent = json.loads(line)
         yield {

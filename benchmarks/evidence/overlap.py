@@ -15,7 +15,6 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ import line_chart
 import matplotlib.pyplot as plt
 import measurements
 from measurements import Table
-from network_hosts import WIRE, Host, connected_hosts
+from network_hosts import WIRE, Host, connected_hosts, output_of_first
 from network_time import MEGABITS
 
 from leanclip.config import override
@@ -69,19 +68,15 @@ def measure(loss: str, hosts: list[Host | None], arguments: argparse.Namespace) 
     command = [sys.executable, __file__, "--losses", loss, "--one"]
     for name in ("device", "model", "per_process", "workers", "steps"):
         command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-    processes = []
+    commands, environments = [], []
     for rank, host in enumerate(hosts):
         variables = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "MASTER_PORT": str(PORT)}
-        variables["LOCAL_RANK"] = "0" if host else str(rank)
-        variables["OMP_NUM_THREADS"] = "1"
+        variables |= {"LOCAL_RANK": "0" if host else str(rank), "OMP_NUM_THREADS": "1"}
         if hosts[0]:
             variables |= {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": WIRE}
-        whole = host.command(command) if host else command
-        processes.append(subprocess.Popen(whole, env=os.environ | variables, stdout=subprocess.PIPE, text=True))
-    output, _ = processes[0].communicate(timeout=900)
-    codes = [process.wait(60) for process in processes]
-    if any(codes):
-        raise RuntimeError(f"processes ended with {codes}")
+        commands.append(host.command(command) if host else command)
+        environments.append(variables)
+    output = output_of_first(commands, environments, seconds=900)
     steps, step, times, collectives = json.loads(output.splitlines()[-1])
     for purpose, calls, size, alone, hidden, exposed in collectives:
         yield {
