@@ -16,22 +16,22 @@ import estimate_error
 import loss_over_ranks
 import measurements
 import network_time
-import noise
 import overlap
 import time_to_recall_report
+import wrong_captions_report
 from measurements import RESULTS, Table
 from training_runs import RunStore
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = Path(__file__).with_name("results_template.md")
-NOISE_ARMS = ("v1-auto", "infonce", "dcl-constant")
+WRONG_CAPTIONS_ARMS = ("v1-auto", "infonce", "dcl-constant", "siglip-auto")
 FILES = {
     "loss_over_ranks.csv": loss_over_ranks,
     "communication.csv": communication,
     "network_time.csv": network_time,
     "overlap.csv": overlap,
     "wall_clock.csv": time_to_recall_report,
-    "noise.csv": noise,
+    "wrong_captions.csv": wrong_captions_report,
 }
 
 
@@ -73,7 +73,10 @@ def headline(named: Mapping[str, Table]) -> dict[str, str]:
         "samples per second, open_clip": rates["open_clip compiled"],
         "recall, fastclip-v3": recalls["fastclip-v3"],
         "recall, infonce": recalls["infonce"],
-        **{f"wrong captions, {arm}": named["noise"].cell("20%", arm, "mean recall@10") for arm in NOISE_ARMS},
+        **{
+            f"wrong captions, {arm}": named["wrong_captions"].cell("20%", arm, "mean recall@10")
+            for arm in WRONG_CAPTIONS_ARMS
+        },
     }
 
 

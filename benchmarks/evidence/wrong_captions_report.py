@@ -38,7 +38,7 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 def tables(path: Path) -> dict[str, Table]:
     """`wrong_captions`: every arm at batch 128, against v1-auto; `wrong_captions_batches`: means by batch."""
     cells, lines = compared(path), []
-    for (share, batch, arm), seeds in cells.items():
+    for (share, batch, arm), seeds in sorted(cells.items()):
         default = cells.get((share, batch, "v1-auto"), {})
         if batch != 128:
             continue
@@ -78,21 +78,30 @@ def tables(path: Path) -> dict[str, Table]:
 
 
 def draw(path: Path) -> None:
-    """The stairs over the share of wrong captions, and the arms over the batch, with the deviation over seeds."""
+    """The stairs over the share of wrong captions and, where they were run, the arms over the batch."""
     cells = compared(path)
+    batches = len({batch for _, batch, _ in cells}) > 1
     with plt.style.context(STYLE):
-        figure, (left, clean, wrong) = plt.subplots(1, 3, figsize=(12, 3.8), sharey=True)
+        figure, all_axes = plt.subplots(
+            1, 3 if batches else 1, figsize=(12 if batches else 6, 3.8), sharey=True, squeeze=False
+        )
+        stairs, *over_batches = all_axes[0]
         for arm in STAIRS:
-            points = [(100 * share, cells[share, 128, arm]) for share in SHARES if (share, 128, arm) in cells]
-            _line(left, points, arm)
-        for axes, share in ((clean, 0.0), (wrong, 0.2)):
+            _line(
+                stairs, [(100 * share, cells[share, 128, arm]) for share in SHARES if (share, 128, arm) in cells], arm
+            )
+        for axes, share in zip(over_batches, (0.0, 0.2), strict=bool(over_batches)):
             for arm in BATCH_ARMS:
                 sizes = sorted(batch for s, batch, a in cells if (s, a) == (share, arm))
                 _line(axes, [(batch, cells[share, batch, arm]) for batch in sizes], arm)
             axes.set_xscale("log", base=2)
             axes.set(xlabel="batch", title=f"{share:.0%} of the captions wrong")
-        left.set(xlabel="% of the captions wrong", ylabel="mean of four recall@10 in %", title="batch 128")
-        left.legend(fontsize="small")
+        stairs.set(
+            xlabel="% of the captions wrong",
+            ylabel="mean of four recall@10 in %",
+            title="leanclip train, frozen towers, batch 128",
+        )
+        stairs.legend(fontsize="small")
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
         plt.close(figure)
 

@@ -67,7 +67,7 @@ OPTIMIZER_RULES = {"lion": OptimizerRule(0.2, 0.5, (0.9, 0.99)), "sgdm": Optimiz
 # several visits to each sample: below eight epochs the rule for gamma_min gives 1, and they keep nothing.
 FINE_TUNING = {"lr": 1e-5, "lr_tau": 1e-5, "batch": 256}
 # Where only projections are trained: the best rate of fastclip-v1 on two frozen towers with wrong captions, where new
-# projections learned most with this loss and learned pair weights (benchmarks/evidence/noise.py).
+# projections learned most with this loss and learned pair weights (benchmarks/evidence/wrong_captions.py).
 HEADS = FINE_TUNING | {"lr": 5e-4, "batch": 128}
 # Adapters, whose steps in the weights are smaller than those of the matrices themselves: ten times the rate.
 ADAPTERS = FINE_TUNING | {"lr": 1e-4}
