@@ -1,5 +1,7 @@
 """DisCo-CLIP's decomposition: exact on N processes, equal to infonce, with three times its traffic."""
 
+from functools import partial
+
 import pytest
 import torch
 from disco_clip_worker import BATCH, DIM, TAU, batch, run_both
@@ -8,7 +10,7 @@ from ranks_job import run_ranks
 from leanclip.distributed import Ranks
 from leanclip.losses.disco_clip import anchors_loss
 
-EXACT = {"rtol": 1e-12, "atol": 1e-15}
+exactly = partial(torch.allclose, rtol=1e-12, atol=1e-15)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -32,8 +34,8 @@ def test_one_process_equals_the_definition(alone):
     gradients = torch.autograd.grad(loss, (image, text, log_scale))
     for name in ("disco", "infonce"):
         found = [alone[name][key] for key in ("image", "text", "scale")]
-        assert all(torch.allclose(*pair, **EXACT) for pair in zip(found, gradients, strict=True)), name
-        assert torch.allclose(alone[name]["loss"], loss, **EXACT)
+        assert all(exactly(*pair) for pair in zip(found, gradients, strict=True)), name
+        assert exactly(alone[name]["loss"], loss)
         assert alone[name]["volumes"] == {}
 
 
@@ -43,10 +45,10 @@ def test_processes_equal_one_and_infonce(key, results, alone):
     disco, infonce = ([result[name][key] for result in results] for name in ("disco", "infonce"))
     expected = alone["disco"][key]
     if key in ("image", "text"):
-        assert all(torch.allclose(torch.cat(side) / len(results), expected, **EXACT) for side in (disco, infonce))
+        assert all(exactly(torch.cat(side) / len(results), expected) for side in (disco, infonce))
     else:  # each rank has a part; with infonce the whole
-        assert torch.allclose(torch.stack(disco).mean(0), expected, **EXACT)
-        assert all(torch.allclose(value, expected, **EXACT) for value in infonce)
+        assert exactly(torch.stack(disco).mean(0), expected)
+        assert all(exactly(value, expected) for value in infonce)
 
 
 def test_intra_and_inter_gpu_gradients(results):
@@ -60,7 +62,7 @@ def test_intra_and_inter_gpu_gradients(results):
         for side, name in enumerate(("image", "text")):
             intra = gradients[rank][side][share]
             inter = sum(other[side][share] for number, other in enumerate(gradients) if number != rank)
-            assert torch.allclose(results[rank]["disco"][name], intra + inter, **EXACT)
+            assert exactly(results[rank]["disco"][name], intra + inter)
             assert torch.as_tensor(inter).norm() > 0.01 * intra.norm()  # it cannot be left out
 
 
