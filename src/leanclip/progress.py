@@ -35,6 +35,7 @@ class Activity:
         self.changed_at = time.monotonic()
 
 
+SECONDS_PER_LINE = 60.0  # in a log file
 ACTIVITY = Activity()  # of this process
 
 
@@ -47,8 +48,11 @@ def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
 def progress_bar(
     title: str, total: int, *, shown: bool = True, unit: Literal["samples", "bytes"] = "samples"
 ) -> Iterator[Callable[[int], None]]:
-    """Yields the function that advances the bar. Nothing is drawn outside a terminal."""
+    """Yields the function that advances the bar. Outside a terminal, long work prints a line now and then."""
     console = make_console(stderr=True)
+    if shown and not console.is_terminal:
+        yield _lines(title, total, console)
+        return
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -56,6 +60,21 @@ def progress_bar(
         count,
         TimeRemainingColumn(compact=True),
     )
-    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as progress:
+    with Progress(*columns, console=console, disable=not shown, transient=True) as progress:
         task = progress.add_task(title, total=total)
         yield lambda done: progress.advance(task, done)
+
+
+def _lines(title: str, total: int, console: Console) -> Callable[[int], None]:
+    done, begin = 0, time.monotonic()
+    printed = begin
+
+    def advance(more: int) -> None:
+        nonlocal done, printed
+        done, now = done + more, time.monotonic()
+        if done and now - printed >= SECONDS_PER_LINE:
+            printed = now
+            left = max(0.0, (now - begin) * (total - done) / done / 60)
+            console.print(f"{title}: {done / max(total, done):.0%}, {left:,.1f} min left")
+
+    return advance
