@@ -9,8 +9,8 @@ px. Methods, with what they change in the recipe of that name:
 - lit: the same towers, 4 views, the image tower locked; lr_text 2e-5, 5e-5 or 1e-4.
 - finetune: all weights from the end of the heads run of the same seed; lr 1e-5, 3e-5 or 1e-4; InfoNCE, 5 epochs.
 - lora: DINOv2 ViT-S/14 at 126 px and MiniLM, rank 16 in both; lr 1e-4, 3e-4 or 1e-3, new heads 5e-4.
-The rate is chosen with seed 101 on Flickr8k val and 1,000 COCO training photographs, without the 2,000 of that shard
-in the training data; then seeds 301 to 305 on all data, last checkpoint.
+The rate is chosen with seed 101 on Flickr8k val and the 2,000 photographs of a shard of COCO's, which are then not
+trained on; then seeds 301 to 305 on all data, last checkpoint.
 Kept and gained: heads trained on COCO alone, then all weights fine-tuned on Flickr8k's 6,000 by the recipe finetune
 at the rate chosen above; Flickr8k test and COCO val at interpolation weights 0, 0.25, 0.5, 0.75, 1, seed 301.
 Timed: the first heads run and a second one are alone on the GPU; all other runs share it, their seconds say nothing.
@@ -45,7 +45,7 @@ SEARCH_SEED, SEEDS = 101, range(301, 306)
 ALL = ("flickr-train-{000000..000002}.tar", "coco-train-{000000..000013}.tar")
 WITHOUT_ONE = ("flickr-train-{000000..000002}.tar", "coco-train-{000000..000011}.tar", "coco-train-000013.tar")
 SEARCH_SETS, TEST_SETS = (
-    ("flickr-val-000000.tar", "coco-search.tar"),
+    ("flickr-val-000000.tar", "coco-train-000012.tar"),
     ("flickr-test-000000.tar", "coco-val-000000.tar"),
 )
 FLICKR, COCO = ALL[:1], ALL[1:]
