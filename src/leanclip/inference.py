@@ -71,7 +71,7 @@ def find_model(name: str) -> SavedModel:
         if is_model_name(name) and not path.exists():
             message = f"no such run or checkpoint: {name}; for the model give {name}:TAG or {name}:FILE"
             raise UserError(message, code="checkpoint.not_found")
-        directory = find_checkpoint(path)
+        directory = find_weights_directory(path)
         return SavedModel(
             str(directory), lambda: load_model(directory), directory, f"local-dir:{directory.resolve()}", ""
         )
@@ -120,7 +120,7 @@ def find_start(name: str | None, end: SavedModel) -> SavedModel:
     return start
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_weights_directory(path: Path) -> Path:
     """The directory with the weights of a run or checkpoint and their architecture."""
     if not path.exists():
         raise UserError(f"no such run or checkpoint: {path}", code="checkpoint.not_found")

@@ -9,7 +9,7 @@ from leanclip import __version__
 from leanclip.cli.parse import parse
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically, writing
-from leanclip.inference import SavedModel, find_checkpoint, find_start, interpolated
+from leanclip.inference import SavedModel, find_start, find_weights_directory, interpolated
 from leanclip.models import ModelConfig, TwoTower, create_model, load_model
 from leanclip.models.export import export_onnx, export_open_clip, export_transformers
 from leanclip.models.towers.adapter_file import ADAPTER_FILE, merge_adapters
@@ -121,7 +121,7 @@ def _find_weights(source: Path, model: str | None) -> Path:
     if not source.exists():
         raise UserError(f"no such run, checkpoint or weights file: {source}", code="checkpoint.not_found")
     if source.is_file() == (model is not None):
-        return source if source.is_file() else find_checkpoint(source)
+        return source if source.is_file() else find_weights_directory(source)
     if source.is_file():
         raise UserError(
             f"{source} holds weights only; give their architecture with --model", code="export.missing_model"

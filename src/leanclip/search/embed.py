@@ -25,7 +25,7 @@ from leanclip.evaluation.embed import MANY_SAMPLES, EvaluationSettings, inferenc
 from leanclip.features.locked_towers import count_captions, digest_of
 from leanclip.features.table import BROKEN
 from leanclip.filesystem import writing
-from leanclip.inference import find_checkpoint, find_model
+from leanclip.inference import find_model, find_weights_directory
 from leanclip.models import TwoTower
 from leanclip.progress import ACTIVITY, progress_bar
 from leanclip.search.data import absolute, identity_of, open_data, shards_of
@@ -308,7 +308,7 @@ def place_of(model: str) -> str:
     """A model by a name that does not depend on the working directory, nor on the steps that a run trains on."""
     name, colon, weights = model.partition(":")
     if Path(model).is_dir():
-        return str(find_checkpoint(Path(model)).resolve())
+        return str(find_weights_directory(Path(model)).resolve())
     if Path(model).exists():
         return str(Path(model).absolute())
     return f"{name}:{Path(weights).absolute()}" if colon and Path(weights).exists() else model

@@ -26,7 +26,7 @@ from leanclip.ops.blocking import (
 )
 from leanclip.ops.selection import device_capability
 from leanclip.ops.triton import configs
-from leanclip.ops.triton.kernel import on_device, run
+from leanclip.ops.triton.kernel_cache import on_device, run
 from leanclip.ops.triton.sums import dense_statistics, finish, largest_norms, statistics_kernel
 from leanclip.ops.triton.weights import pairwise_kernel, weights_kernel
 from leanclip.ops.types import Gradients, Needs, Pairs, Pairwise, Sigmoid, Statistics, Terms

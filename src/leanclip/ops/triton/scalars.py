@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from leanclip.ops.blocking import ceil_div
-from leanclip.ops.triton.kernel import on_device, run
+from leanclip.ops.triton.kernel_cache import on_device, run
 from leanclip.ops.triton.tiles import RUN_TIME
 from leanclip.ops.triton.weights import log_one_plus
 from leanclip.ops.types import AnchorForm, Estimates, Pairwise, Statistics, StoredTemperature
