@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crop_worker import fill_slot
 from open_clip.transform import PreprocessCfg
 from PIL import Image
 from shard_files import tokenizer, write_shard
@@ -130,14 +131,10 @@ def test_a_slot_is_written_again_only_after_it_was_read(source):
     assert all((wait - part) % reader.ring.slots for wait, part in zip(waited[1:], read, strict=True))
 
 
-def fill(ring, slot):
-    ring.memory[slot] = slot + 1
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_the_memory_is_shared_however_workers_start(method):
     ring = CropRing((2, 2), workers=1, samples=1)
-    process = multiprocessing.get_context(method).Process(target=fill, args=(ring, 2))
+    process = multiprocessing.get_context(method).Process(target=fill_slot, args=(ring, 2, 3))
     process.start()
     process.join()
     assert [set(slot.tolist()) for slot in ring.memory] == [{0}, {0}, {3}]

@@ -104,7 +104,7 @@ def test_runs_in_one_process_leave_nothing_behind(tmp_path):
         assert train(tmp_path, **options, seed=seed) == 0
         results.append(losses(tmp_path))
         gc.collect()
-        assert not [table for table in gc.get_objects() if isinstance(table, FeatureTable)]
+        assert not [table for table in gc.get_objects() if type(table) is FeatureTable]
     assert results[0] == results[2] != results[1]
 
 
