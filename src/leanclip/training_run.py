@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -93,20 +93,22 @@ def console_of(job: Job, *, quiet: bool = False) -> Console:
 
 def continued(config: TrainConfig, ranks: Ranks) -> TrainConfig:
     """The configuration with which all ranks go on where torchrun restarts them. Each keeps its GPU."""
-    run = ranks.broadcast_from_first(lambda: _continued(config))
+    launches = ranks.all_gather_objects(launch_id())  # each host has its own
+    run = ranks.broadcast_from_first(lambda: _continued(config, launches))
     return replace(config, run=replace(run, device=config.run.device))
 
 
-def _continued(config: TrainConfig) -> RunConfig:
-    """A run that this torchrun has begun in other processes resumes and is not overwritten.
+def _continued(config: TrainConfig, launches: Sequence[str | None]) -> RunConfig:
+    """A run that one of these torchruns has begun in other processes resumes and is not overwritten.
 
     The count of restarts does not tell: it is 0 where one host has joined or left without a failure.
     """
     run = config.run
     name = run.name or default_name(config)
     directory = RunDirectory(Path(run.logs) / name)
-    facts, launch = directory.facts(), launch_id()
-    if launch is None or facts.get("launch") != launch or facts.get("pid") == os.getpid():
+    facts = directory.facts()
+    launch, pid = facts.get("launch"), facts.get("pid")
+    if launch is None or launch not in launches or (launch, pid) == (launch_id(), os.getpid()):
         return run
     saved = bool(step_directories(directory.checkpoints))
     resume = AUTO if saved or run.resume in (None, LATEST) else run.resume

@@ -52,13 +52,17 @@ def train_part(ranks, folder, logs, stop, resume=False, parallel=None):
     return {}
 
 
-def restart(ranks, folder, launch, pid):
-    """The settings with which this rank continues a run of this launch, or of another, and of this process."""
-    os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size), "TORCHELASTIC_RUN_ID": "none"}
+def restart(ranks, folder, host, pid):
+    """The settings with which this rank continues a run that was begun on a host, perhaps by this process.
+
+    Each rank is on a host of its own: 0, 1, and others that no longer take part.
+    """
+    os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.size), "TORCHELASTIC_RUN_ID": str(ranks.rank)}
     if ranks.first:
         directory = RunDirectory(Path(folder) / "run")
         directory.path.mkdir()
-        directory.describe(launch=launch or launch_id(), pid=pid or os.getpid())
+        launch = launch_id(os.environ | {"TORCHELASTIC_RUN_ID": str(host)})
+        directory.describe(launch=launch, pid=pid or os.getpid())
     values = {"logs": str(folder), "name": "run", "overwrite": True, "device": f"cuda:{ranks.rank}"}
     run = continued(override(TrainConfig(), values, "test"), ranks).run
     return {"resume": run.resume, "overwrite": run.overwrite, "device": run.device}

@@ -51,10 +51,10 @@ def test_resume_on_other_processes(first, second, uninterrupted, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("launch", "pid", "resume"), [(None, 1, "auto"), (None, None, None), ("another launch", 1, None)]
+    ("host", "pid", "resume"), [(0, 1, "auto"), (0, None, None), (1, None, "auto"), (2, 1, None)]
 )
-def test_all_ranks_continue_what_this_torchrun_has_begun(launch, pid, resume, tmp_path):
-    """In other processes: after a failure, or because a host has joined, which counts no restart."""
-    found = run_ranks(restart, 2, tmp_path, launch, pid, timeout=60)
+def test_all_ranks_continue_what_their_torchruns_have_begun(host, pid, resume, tmp_path):
+    """In other processes: after a failure, or because a host has joined, which counts no restart and may be first."""
+    found = run_ranks(restart, 2, tmp_path, host, pid, timeout=60)
     assert [rank.pop("device") for rank in found] == ["cuda:0", "cuda:1"]
     assert found == [{"resume": resume, "overwrite": resume is None}] * 2

@@ -44,6 +44,7 @@ def run_steps(name: str, hyper: dict[str, Any], *, implementation: str, batch: i
         text = normalize(image + torch.randn(batch, DIM, generator=draw), dim=1)
         image, text = image.requires_grad_(), text.requires_grad_()
         ids = torch.randint(SAMPLES, (batch,), generator=draw)
+        ids = ids[:, None].repeat(1, 2)[:, 0]  # as a caller may have them, not contiguous
         # Not the state_dict, which would settle the temperature.
         before = {key: value.clone() for key, value in loss.named_buffers() if "state." in key}
         loss.zero_grad()

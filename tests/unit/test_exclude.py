@@ -224,12 +224,28 @@ def test_a_table_by_caption_names_captions_and_samples_without_another(several, 
         {"id": 2, "key": "00002", "probability": 0.9, "numbers": "1"},
         {"id": 3, "key": "00003", "probability": 0.9, "numbers": ""},
         {"id": 3, "key": "00003", "probability": 0.9, "numbers": "1"},
-        {"id": 4, "key": "00004", "probability": 0.9, "numbers": "x"},
+        {"id": 4, "key": "00004", "probability": 0.9, "numbers": "3 0 1 2"},
+        {"id": 5, "key": "00005", "probability": 0.9, "numbers": "3 4"},  # it has no such captions: nothing
+        {"id": 6, "key": "00006", "probability": 0.9, "numbers": "0 3"},
     ]
     for suffix in (".csv", ".parquet"):
         ids, message, captions = listed_samples(write_table(tmp_path / f"table{suffix}", rows), source)
-        assert ids.tolist() == [2, 3, 4] and captions == {0: {0, 2}, 1: {0, 2}}
-        assert "3 of 40 samples are left out, and 4 captions of 2 others; 1 rows" in message
+        assert ids.tolist() == [2, 3, 4] and captions == {0: {0, 2}, 1: {0, 2}, 6: {0}}
+        assert "3 of 40 samples are left out, and 5 captions of 3 others; 1 rows" in message
+    write_table(tmp_path / "whole.parquet", [{"id": 7, "numbers": 0}, {"id": 8, "numbers": 2}])  # not as text
+    assert listed_samples(tmp_path / "whole.parquet", source).captions == {7: {0}, 8: {2}}
+    for numbers in ("x", "0,1", "0.0"):
+        with refuses("data.unreadable", "numbers", numbers):
+            listed_samples(write_table(tmp_path / "table.csv", [{"id": 4, "numbers": numbers}]), source)
+
+
+def test_a_sample_whose_other_captions_are_never_drawn_is_left_out(tmp_path):
+    captions = {"captions": ["a", "b", "c"], "weights": [1.0, 0.0, 0.0]}
+    files = {"0.jpg": picture(0), "0.json": json.dumps(captions).encode(), "1.jpg": picture(1), "1.txt": b"one"}
+    source = Shards(str(write_shard(tmp_path / "weighted.tar", files)), weights_key="weights")
+    table = write_table(tmp_path / "table.csv", [{"id": 0, "numbers": "0"}])
+    ids, _, captions = listed_samples(table, source)
+    assert ids.tolist() == [0] and not captions
 
 
 @pytest.mark.parametrize("exchanged", [0.0, 0.5])

@@ -122,6 +122,13 @@ def test_other_data_or_settings_are_refused(tmp_path):
     ):
         with refuses(code, str(target)):
             pack(source, target, settings)
+    journal = out / "pack.jsonl"
+    written = journal.read_text()
+    assert '"resize": null' in written
+    journal.write_text(written.replace('"resize": null', '"max_size": 16'))  # as 0.1.0 wrote it
+    with refuses("pack.other_settings", "--resize 16"):
+        pack(Table(table), out, config)
+    journal.write_text(written)
     with table.open("a") as file:
         file.write("images/000.jpg,one more\n")
     with refuses("pack.other_source"):

@@ -255,8 +255,10 @@ def lines(option: Option, planner: Planner) -> list[str]:
     ]
     if option.step.feature_sizes != (None, None):
         size = table_sizes(*option.step.feature_sizes, samples=planner.samples, views=config.data.cache_locked or 0)
-        where = "on disk and, where they fit into a quarter of it, in each GPU's memory"
-        texts.append(f"features:      {size}, {where}")
+        where = "on disk and, where they fit into a quarter of what is free, in each GPU's memory"
+        texts.append(
+            f"features:      {size}, {where}; neither they nor the pass that computes them are counted above"
+        )
     if ranks > 1:
         loss = compare_traffic(option.step.sent, ranks=ranks).leanclip
         gradients = 2 * option.step.trained_bytes * (ranks - 1) / ranks

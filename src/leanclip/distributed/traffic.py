@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-GATHERED = ("embeddings", "scalars", "ids", "groups")  # a loss's purposes
+GATHERED = ("embeddings", "scalars", "ids", "groups", "weights", "captions")  # a loss's purposes
 REDUCED = ("state", "sums", "gradients")  # the last: DisCo-CLIP's
 
 

@@ -108,7 +108,7 @@ class PairWeights(nn.Module):
                 f" caption_numbers, {count} integers that say which of its sample's captions each text is",
                 code="loss.no_caption_numbers",
             )
-        return caption_numbers % self.captions_per_sample
+        return (caption_numbers % self.captions_per_sample).long()
 
     def weights(self, stored: dict[str, Tensor], columns: Tensor | None = None) -> Tensor:
         """(B,) from the tables before this step."""

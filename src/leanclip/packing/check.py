@@ -130,6 +130,7 @@ def _resizing(columns: dict[str, np.ndarray]) -> dict[str, Any]:
     larger, encoded = shorter > RESIZED, columns["bytes_resized"] > 0
     pixels, size = columns["width"].astype(np.float64) * columns["height"], columns["image_bytes"].astype(np.int64)
     ratio = columns["bytes_resized"].sum(dtype=np.int64) / max(1, size[encoded].sum())
+    unknown = larger.any() and not encoded.any()
     scale = np.where(larger, RESIZED / np.maximum(shorter, 1), 1.0) ** 2
     return {
         "size": RESIZED,
@@ -137,7 +138,7 @@ def _resizing(columns: dict[str, np.ndarray]) -> dict[str, Any]:
         "larger_share": float(larger.mean()) if len(larger) else 0.0,
         "encoded": int(encoded.sum()),
         "bytes": int(size.sum()),
-        "bytes_resized": int(size[~larger].sum() + ratio * size[larger].sum()),
+        "bytes_resized": None if unknown else int(size[~larger].sum() + ratio * size[larger].sum()),
         "pixels_left": float((pixels * scale).sum() / max(1.0, pixels.sum())),
     }
 

@@ -156,6 +156,7 @@ def _refuse_other(out: Path, first: str, head: dict[str, Any]) -> None:
             f"{out} was packed from other data, or the data changed since; remove {out}, or pack into another folder",
             code="pack.other_source",
         )
+    stored.setdefault("resize", stored.get("max_size"))  # its name up to 0.1.0
     for name, default in SETTINGS.items():
         if (before := stored.get(name, default)) != head[name]:
             raise UserError(

@@ -96,7 +96,7 @@ def predict_step(
     with tracing(capability) as trace, simulated(trace, ranks=ranks, processors=processors) as first:
         model = faked(model, trace, "weights").train()
         trace.enter("other", "state tables")
-        loss = make_loss() if make_loss else loss_from_config(config.run.loss, config.loss, num_samples=samples)
+        loss = make_loss() if make_loss else _loss(config, samples)
         if precision == "fp64":
             loss = faked(loss, trace, "state tables", torch.float64)
         loss.set_epoch(0, 1)
@@ -158,6 +158,13 @@ def _model(config: TrainConfig, ranks: int, steps: int) -> TwoTower:
     return model
 
 
+def _loss(config: TrainConfig, samples: int) -> ContrastiveLoss:
+    mode, captions = config.data.pair_weights_mode, config.data.scored_captions
+    return loss_from_config(
+        config.run.loss, config.loss, num_samples=samples, pair_weights=mode, captions_per_sample=captions
+    )
+
+
 def _open_values_filled(config: OptimConfig) -> OptimConfig:
     """Their values affect neither memory nor time."""
     defaults = {"lr": 1e-3, "wd": 0.1, "beta1": 0.9, "beta2": 0.98, "eps_opt": 1e-6}
@@ -187,12 +194,12 @@ def _batch(model: TwoTower, share: int, trace: Trace, caption_length: float | No
     trace.hold(images, "batch")
     with _disable_current_modes():
         row = model.tokenizer([""])
-        tokens, ids = row.expand(share, -1), torch.arange(share)
+        tokens, ids, numbers = row.expand(share, -1), torch.arange(share), torch.zeros(share, dtype=torch.int64)
         lengths = caption_lengths(share, caption_length, row.shape[1])
     if text_size is not None:
         tokens = torch.empty(share, text_size, dtype=torch.float16)
         trace.hold(tokens, "batch")
-    return _Share(images=images, tokens=tokens, sample_ids=ids, lengths=lengths)
+    return _Share(images=images, tokens=tokens, sample_ids=ids, lengths=lengths, caption_numbers=numbers)
 
 
 def caption_lengths(count: int, mean: float | None, most: int) -> Tensor:

@@ -1,6 +1,5 @@
 """The samples that a file of keys, or a table of suspects, names."""
 
-import contextlib
 import csv
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -89,14 +88,21 @@ def _add(index: int, entry: Entry, ids: set[int], captions: dict[int, frozenset[
 def _some_of(
     captions: dict[int, frozenset[int]], ids: set[int], source: Source, captions_of: np.ndarray | None
 ) -> dict[int, frozenset[int]]:
-    """Those of samples that keep a caption; the others become ids."""
-    for index in captions.keys() - ids:
+    """Captions that exist, of samples that keep one that can be drawn; the other samples become ids."""
+    kept = {}
+    for index, listed in captions.items():
         ACTIVITY.still_working()
-        with contextlib.suppress(BrokenSample):
-            owner = index if captions_of is None else int(captions_of[index])
-            if captions[index].issuperset(range(len(source.captions(owner)))):
-                ids.add(index)
-    return {index: numbers for index, numbers in captions.items() if index not in ids}
+        owner = index if captions_of is None else int(captions_of[index])
+        try:
+            texts, weights = source.weighted_captions(owner)
+        except BrokenSample:  # never drawn
+            continue
+        numbers = listed.intersection(range(len(texts)))
+        if numbers.issuperset(n for n in range(len(texts)) if weights is None or weights[n] > 0):
+            ids.add(index)
+        elif numbers and index not in ids:
+            kept[index] = numbers
+    return kept
 
 
 def _shards(path: Path, source: Source) -> dict[str, str]:
@@ -152,10 +158,19 @@ def _table_entries(path: Path) -> Iterator[Entry]:
         number, key = ("" if row.get(name) is None else str(row[name]) for name in ("id", "key"))
         index = int(number) if number.isdecimal() and len(number) < 19 else None
         shard = str(row["shard"]) if row.get("shard") else None
-        numbers = str(row.get("numbers") or "").split()
-        captions = tuple(map(int, numbers)) if all(map(str.isdecimal, numbers)) else ()
+        captions = () if row.get("numbers") is None else _numbers(str(row["numbers"]), path)
         taken = "probability" not in row or _is_likely(row["probability"])
         yield Entry(key or None, index, shard, taken, captions)
+
+
+def _numbers(text: str, path: Path) -> tuple[int, ...]:
+    if not all(map(str.isdecimal, numbers := text.split())):
+        raise UserError(
+            f"--exclude {path}: the column numbers has {text[:40]!r}; it holds numbers of captions with spaces"
+            " between them, or nothing for all captions",
+            code="data.unreadable",
+        )
+    return tuple(map(int, numbers))
 
 
 def _is_likely(probability: Any) -> bool:

@@ -76,6 +76,7 @@ def prepare(
     Of ids, the last position of each. With a bias the weights of a sigmoid loss.
     """
     image, text = image.contiguous(), text.contiguous()
+    ids = None if ids is None else ids.contiguous()
     batch, dim = image.shape
     head = torch.empty(8, dtype=torch.float32, device=image.device)
     vectors = torch.empty(16 if bias is None else 2, batch, dtype=torch.float32, device=image.device)
