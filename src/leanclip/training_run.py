@@ -1,6 +1,8 @@
 """A training run from its configuration to its last checkpoint, without a command line."""
 
 import contextlib
+import csv
+import io
 import json
 import os
 import sys
@@ -10,11 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from rich.console import Console
 
 from leanclip.checkpointing.checkpoint import clean_up, copy_best, move_aside, step_directories
 from leanclip.checkpointing.resume import AUTO, LATEST
 from leanclip.config import save_toml
+from leanclip.data import Subset
 from leanclip.device import device_of
 from leanclip.distributed import Heartbeat, Ranks, detect_launch, device_for, launch_id, process_group
 from leanclip.errors import UserError
@@ -164,6 +168,19 @@ def prepare(job: Job, directory: RunDirectory) -> None:
     save_toml(repeatable(job.config), directory.config)
     if (manifest := job.data.train.source.manifest()) is not None:
         write_atomically(directory.manifest, json.dumps(manifest, indent=1))
+    if job.config.data.val_split and job.data.val is not None:
+        write_atomically(directory.held_out, table_of(job.data.val))
+
+
+def table_of(held_out: Subset) -> str:
+    """The samples that --val-split holds out, as CSV."""
+    text, source = io.StringIO(), held_out.source
+    writer = csv.writer(text)
+    writer.writerow(["id", "key", "shard", "evaluated"])
+    for index in np.union1d(held_out.ids, held_out.copies).tolist():
+        evaluated = "no" if index in held_out.copies else "yes"
+        writer.writerow([index, source.key(index), source.file(index), evaluated])
+    return text.getvalue()
 
 
 def repeatable(config: TrainConfig) -> TrainConfig:

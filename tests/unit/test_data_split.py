@@ -87,7 +87,9 @@ def test_no_image_is_on_both_sides(tmp_path):
         data, val = open_datasets(config, seed=number)
         ids, (trained, held_out) = sides(data)
         assert trained and held_out and not trained & held_out
-        assert sorted([*ids, *val.ids]) == list(range(len(data.train.source)))
+        assert sorted([*ids, *val.ids, *val.copies]) == list(range(len(data.train.source)))
+        images = [data.train.source.image_bytes(index) for index in val.ids.tolist()]
+        assert len(set(images)) == len(images)
         grouped += bool(data.messages)
         again, _ = open_validation(config, seed=number, manifest=data.train.source.manifest())
         assert again is not None and again.ids.tolist() == val.ids.tolist()

@@ -28,7 +28,7 @@ TIERS = (
     ("distributed", "ops"),
     ("device", "worker_pool", "progress"),
     ("filesystem",),
-    ("errors", "settings", "version"),
+    ("chance", "errors", "settings", "version"),
 )
 RANK = {name: rank for rank, tier in enumerate(TIERS) for name in tier}
 ENTRY = ("__init__", "__main__")  # the public names and the command sit on top of everything

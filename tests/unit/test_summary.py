@@ -116,6 +116,12 @@ def test_projections_alone_and_towers_from_elsewhere_have_the_rules_values():
     towers = {"image_tower": "timm:vit_small_patch16_224", "pretrained_image": "x", "pretrained_text": "x"}
     new = filled(**towers, lora_image=8, lora_text=8, global_batch_size=256).optim
     assert (new.lr, new.lr_head, new.lr_image) == (1e-4, 5e-4, None)
+    whole = filled(**towers, text_tower="hf:y", global_batch_size=256).optim
+    assert (whole.lr, whole.lr_head, whole.lr_image, whole.lr_text) == (1e-5, 5e-4, None, None)
+    del towers["pretrained_text"]  # that tower is random
+    one = filled(**towers, global_batch_size=1024).optim
+    assert (one.lr, one.lr_head, one.lr_image, one.lr_text) == (1e-5, 5e-4, None, 1e-3)
+    assert filled(**towers, lr=1e-3).optim.lr_head is None
     assert filled().run.loss == "fastclip-v3"
 
 

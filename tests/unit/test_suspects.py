@@ -15,6 +15,7 @@ from shard_files import picture, sound, write_shard
 from browser import inspect_page, needs_browser
 from leanclip.checkpointing.storage import StoredTensors, write_tensors
 from leanclip.data import DataConfig, open_validation
+from leanclip.data.exclusion.listed import listed_samples
 from leanclip.data.shards import Shards
 from leanclip.data.synthetic import WORDS
 from leanclip.suspects import scores as scores_module
@@ -151,7 +152,14 @@ def test_the_model_scores_only_samples_that_the_run_trains_on(exchanged, tmp_pat
     held_out = open_validation(config, seed=4)[0]
     found = find_suspects(Search(run=tmp_path / "logs/run", output=tmp_path / "t.csv", shown=0, device="cpu"))
     listed = {int(row["id"]) for row in rows_of(tmp_path / "t.csv")}
-    assert held_out is not None and listed == set(range(40)) - set(held_out.ids.tolist()) - {3, 4}
+    assert held_out is not None
+    apart = {*held_out.ids.tolist(), *held_out.copies.tolist()}
+    assert len(held_out.copies) == len(held_out.ids) and listed == set(range(40)) - apart - {3, 4}
+    written = rows_of(tmp_path / "logs/run/held_out.csv")
+    assert {int(row["id"]) for row in written if row["evaluated"] == "yes"} == {*held_out.ids.tolist()}
+    assert {int(row["id"]) for row in written} == apart and listed_samples(
+        str(tmp_path / "logs/run/held_out.csv"), Shards(settings["train_data"])
+    ).ids.tolist() == sorted(apart)
     assert not found.from_table and found.rows == len(listed) == found.scored
 
 

@@ -230,7 +230,7 @@ def title(config: TrainConfig) -> str:
 
 
 def memory_table(option: Option, planner: Planner) -> Table:
-    table = Table(title="memory of each GPU at its peak", title_justify="left")
+    table = Table(title="memory of each GPU at the moment of its peak", title_justify="left")
     table.add_column("part")
     table.add_column("GiB", justify="right")
     memory = option.step.memory

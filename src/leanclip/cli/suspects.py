@@ -68,9 +68,7 @@ def run(arguments: list[str]) -> None:
     if found.can_tell:
         print(f"{found.share:.1%} look wrong, about {round(found.share * found.scored):,}")
     else:
-        print(
-            "the model cannot tell right captions from wrong ones: no pair gets a probability, --exclude takes none"
-        )
+        print("the model cannot tell right captions from wrong ones: every probability is 0, --exclude takes none")
     print(f"table: {found.table} ({found.rows:,} pairs, worst first)")
     if found.page is not None:
         print(f"page: {found.page}")

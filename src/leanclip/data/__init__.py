@@ -2,7 +2,15 @@
 
 from leanclip.data.batch import Batch
 from leanclip.data.config import DataConfig
-from leanclip.data.datasets import Datasets, Subset, TrainingSet, open_datasets, open_source, open_validation
+from leanclip.data.datasets import (
+    Datasets,
+    Subset,
+    TrainingSet,
+    open_datasets,
+    open_source,
+    open_validation,
+    split_source,
+)
 from leanclip.data.decode import EvaluationTransform, training_transform
 from leanclip.data.loader import TrainingLoader, evaluation_batches
 from leanclip.data.prefetch import on_device
@@ -29,5 +37,6 @@ __all__ = [
     "open_datasets",
     "open_source",
     "open_validation",
+    "split_source",
     "training_transform",
 ]

@@ -2,7 +2,7 @@
 
 import sys
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,7 @@ class Subset:
 
     source: Source
     ids: np.ndarray
+    copies: np.ndarray = field(default_factory=lambda: NO_IDS)  # ids of further samples with an image of these
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -74,7 +75,7 @@ def open_datasets(config: DataConfig, *, seed: int, manifest: Manifest | None = 
     val, note = (
         open_validation(config, seed=seed)
         if not config.val_split
-        else (Subset(source, parts.held_out), _note(config))
+        else (Subset(source, parts.evaluated, parts.copies), _note(config))
     )
     return Datasets(train, val, note, (*source.notes, *parts.messages))
 
@@ -83,7 +84,7 @@ def train_visits(config: DataConfig, source: Source, *, seed: int, manifest: Man
     """What an epoch visits of the training data: not what is held out, nor what --exclude names."""
     parts = Split(WeightedVisits(source.parts), NO_IDS)
     if config.val_split:
-        parts = _split(source, config.val_split, seed, manifest)
+        parts = split_source(source, config.val_split, seed, manifest)
     captions_of = exchanged(config, source, parts.held_out, seed=seed)
     visits, left_out = _without_excluded(parts.visits, config, source, manifest, captions_of)
     return parts._replace(visits=visits, messages=(*parts.messages, *left_out))
@@ -103,7 +104,8 @@ def open_validation(
     """The held-out data alone, and the note to show with figures on them."""
     if config.val_split:
         source = train_source(config, manifest)
-        return Subset(source, _split(source, config.val_split, seed, manifest).held_out), _note(config)
+        parts = split_source(source, config.val_split, seed, manifest)
+        return Subset(source, parts.evaluated, parts.copies), _note(config)
     if config.val_data is None and config.train_data is not None:
         return None, None
     source = open_source(config.val_data or str(BUNDLED / "val-*.tar"), config)
@@ -198,7 +200,7 @@ def _samples_at_start(manifest: Manifest | None, source: Source) -> int:
     return len(source) if manifest is None else sum(int(entry["count"]) for entry in manifest)
 
 
-def _split(source: Source, share: float, seed: int, manifest: Manifest | None) -> Split:
+def split_source(source: Source, share: float, seed: int, manifest: Manifest | None) -> Split:
     """A source of a run keeps in its manifest what was held out, since the images that a table names may change."""
     count, version = _samples_at_start(manifest, source), manifest_version(manifest)
     parts = split(source, share, seed, count=count, version=version)

@@ -52,15 +52,16 @@ class BrokenCount:
         self.kinds.update(broken)
         self.seen += good + sum(broken.values())
         self.examples += list(examples)[: MAX_EXAMPLES - len(self.examples)]
-        total = sum(self.kinds.values())
-        if total > self.max_share * max(self.seen, MIN_COUNTED_SAMPLES):
-            kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
+        if self.kinds.total() > self.max_share * max(self.seen, MIN_COUNTED_SAMPLES):
             examples = f", for example: {'; '.join(self.examples)}" if self.examples else ""
             raise UserError(
-                f"{total} of {self.seen} samples are broken, more than --max-broken {self.max_share:g}"
-                f" ({kinds}){examples}",
+                f"{self}, more than --max-broken {self.max_share:g}{examples}; leanclip data check lists them",
                 code="data.too_many_broken",
             )
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in self.kinds.most_common())
+        return f"{self.kinds.total():,} of {self.seen:,} samples read so far were broken ({kinds})"
 
     def metrics(self) -> dict[str, int]:
         return {f"broken_{kind.replace(' ', '_')}": count for kind, count in self.kinds.items()}

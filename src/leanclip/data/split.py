@@ -11,7 +11,7 @@ import numpy as np
 
 from leanclip.data.files import is_remote
 from leanclip.data.index import lock, show_progress
-from leanclip.data.order import SPLIT_KEY, Permutation, SplitVisits, Visits, WeightedVisits
+from leanclip.data.order import NO_IDS, SPLIT_KEY, Permutation, SplitVisits, Visits, WeightedVisits
 from leanclip.data.shards import Shards
 from leanclip.data.source import BrokenSample, Part, Source
 from leanclip.errors import UserError
@@ -26,6 +26,11 @@ class Split(NamedTuple):
     visits: Visits
     held_out: np.ndarray  # ids
     messages: tuple[str, ...] = ()  # for the log
+    copies: np.ndarray = NO_IDS  # held out, and not evaluated: they have the image of another one that is
+
+    @property
+    def evaluated(self) -> np.ndarray:
+        return np.setdiff1d(self.held_out, self.copies)
 
 
 def split(source: Source, share: float, seed: int, *, count: int, version: int) -> Split:
@@ -45,11 +50,12 @@ def split(source: Source, share: float, seed: int, *, count: int, version: int) 
         raise UserError(
             f"--val-split {share}: the images are too few, or all the same; give --val-data", code="data.empty_split"
         )
+    copies = np.intersect1d(equal[0], visits.held_out_ids)
     message = (
-        f"--val-split: {equal.shape[1]:,} samples have the image of another one and stay on its side (only images"
-        f" with the size of a held-out one were compared); {len(visits.held_out_ids):,} samples are held out"
+        f"--val-split: {len(visits.held_out_ids):,} samples are held out; {len(copies):,} of them are copies of"
+        " another one's image and are not evaluated (held_out.csv in the run directory lists all)"
     )
-    return Split(visits, visits.held_out_ids, (message,))
+    return Split(visits, visits.held_out_ids, (message,), copies)
 
 
 def _split_shards(source: Shards, held_out: int, seed: int, count: int) -> Split:

@@ -1,11 +1,13 @@
 """Retrieval: recall and median rank from images to captions and from captions to images."""
 
+import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from leanclip.chance import chance_of_recall
 from leanclip.distributed import Ranks
 from leanclip.progress import ACTIVITY
 
@@ -32,6 +34,13 @@ def retrieval_metrics(
             metrics[f"{direction}_recall@{k}"] = (positions < k).double().mean().item()
         metrics[f"{direction}_median_rank"] = float(np.median(positions.cpu().numpy())) + 1
     return metrics | {"images": len(images), "captions": len(texts), "chance@10": min(1.0, 10 / len(images))}
+
+
+def recall_text(metrics: Mapping[str, float], direction: str, rank: int = 10) -> str:
+    """Recall in percent, and that of guessing where it is known."""
+    chance = chance_of_recall(direction, rank, images=metrics["images"], captions=metrics["captions"])
+    known = "" if math.isnan(chance) else f" (chance {chance:.1%})"
+    return f"{metrics[f'{direction}_recall@{rank}']:.1%}{known}"
 
 
 def ranks_of_right(

@@ -47,7 +47,8 @@ def create_model(
     towers: dict[Side, str | None] = {"image": config.pretrained_image, "text": config.pretrained_text}
     for side, source in towers.items():
         if source is not None:
-            load_tower(model.clip, side, source)
+            if load_tower(model.clip, side, source):
+                model.new_projections.add(side)
             model.weights[side] = source
     return model
 

@@ -62,6 +62,7 @@ class TwoTower(nn.Module):
         self.locked: list[Side] = []
         self.ranks: dict[Side, int] = {}  # of adapters
         self.weights: dict[Side, str | None] = {"image": None, "text": None}  # where they come from; None: random
+        self.new_projections: set[Side] = set()  # behind a tower that came with weights
         self.preprocess = PreprocessCfg(**clip.visual.preprocess_cfg)
         for name in ("mean", "std"):
             values = torch.tensor(getattr(self.preprocess, name)).view(-1, 1, 1)
@@ -144,8 +145,8 @@ class TwoTower(nn.Module):
         if projection is None:
             tower = ("image", "text")[side]
             raise UserError(
-                f"the {tower} tower of {self.name} has no projection after its features, so these cannot be kept;"
-                " give --cache-locked 0",
+                f"the {tower} tower of {self.name} has no projection that can run by itself, so its features cannot"
+                " be cached; give --cache-locked 0, with which the frozen tower runs in every step",
                 code="model.no_features",
             )
         return projection
@@ -214,7 +215,8 @@ class TwoTower(nn.Module):
     def summary(self) -> tuple[TowerSummary, ...]:
         """What is trained of each tower, and where its weights come from."""
         return tuple(
-            summarise(self.clip, side, weights, self.ranks.get(side, 0)) for side, weights in self.weights.items()
+            summarise(self.clip, side, weights, self.ranks.get(side, 0), new=side in self.new_projections)
+            for side, weights in self.weights.items()
         )
 
     def checkpoint_activations(self, blocks: int | None = None) -> None:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from leanclip.chance import chance_of_recall
 from leanclip.reporting.charts import Chart, Series
 from leanclip.reporting.run_reader import Evaluation, Histogram, RunData, number
 
@@ -202,22 +203,13 @@ def ranks(evaluations: Sequence[Evaluation], direction: str) -> list[int]:
 
 
 def chance_of(evaluation: Evaluation, key: str) -> float:
-    """The value of guessing.
-
-    For a caption one of all images is right, for an image its captions among all of them: their mean number is
-    taken for every image.
-    """
+    """The value of guessing."""
     if key in ZERO_SHOT:
         return evaluation.value("chance@5" if key == "top5" else "chance@1")
-    match, images, captions = RECALL.fullmatch(key), evaluation.value("images"), evaluation.value("captions")
-    if match is None or not images >= 1:
+    if (match := RECALL.fullmatch(key)) is None:
         return math.nan
-    rank = int(match[2])
-    if match[1] == "text_to_image":
-        return min(1.0, rank / images)
-    if not captions > rank:
-        return math.nan
-    return 1 - math.prod(max(0.0, 1 - captions / images / (captions - n)) for n in range(rank))
+    images, captions = evaluation.value("images"), evaluation.value("captions")
+    return chance_of_recall(match[1], int(match[2]), images=images, captions=captions)
 
 
 def evaluation_charts(run: RunData) -> list[Chart]:

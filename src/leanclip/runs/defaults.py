@@ -132,19 +132,18 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1, fine_tuning: 
         name=run.name or default_name(config),
         **_intervals(run, epoch=samples // batch, steps=steps),
     )
-    rule = interpolated(samples)
+    rule = from_scratch = interpolated(samples)
     if fine_tuning:
         rule = rule._replace(**_rates_from_weights(model))
     max_warmup = MAX_FINE_TUNING_WARMUP if fine_tuning else MAX_WARMUP
     resnet = is_resnet(str(model.model))
     optimizer = OPTIMIZER_RULES.get(config.optim.opt, ADAMW_RULE)
     beta1, beta2 = optimizer.betas or (0.9, 0.999 if resnet else 0.98)
-    adapter_rates = _adapter_rates(config, model, batch) if fine_tuning else {}
+    tower_rates = _tower_rates(config, model, batch, from_scratch) if fine_tuning else {}
     optim = replace(
         config.optim,
-        **{name: optimizer.lr * rate for name, rate in adapter_rates.items()},
-        # Smaller batches, smaller steps.
-        lr=config.optim.lr or optimizer.lr * rule.lr * min(1.0, math.sqrt(batch / rule.batch)),
+        **{name: optimizer.lr * rate for name, rate in tower_rates.items()},
+        lr=config.optim.lr or optimizer.lr * _at_batch(rule.lr, rule.batch, batch),
         wd=optimizer.wd if config.optim.wd is None else config.optim.wd,
         beta1=beta1 if config.optim.beta1 is None else config.optim.beta1,
         beta2=beta2 if config.optim.beta2 is None else config.optim.beta2,
@@ -177,22 +176,31 @@ def _rates_from_weights(model: ModelConfig) -> dict[str, float]:
     return HEADS if heads_only(model) else FINE_TUNING
 
 
-def _adapter_rates(config: TrainConfig, model: ModelConfig, batch: int) -> dict[str, float]:
-    """Where --lr is open: of adapters beside a tower that is trained itself, whose rate is lower, and of new
-    projections behind adapters."""
+def _tower_rates(config: TrainConfig, model: ModelConfig, batch: int, from_scratch: Published) -> dict[str, float]:
+    """Where --lr is open: of what learns faster than trained weights are tuned. These are adapters beside a tower
+    that is trained itself, towers without weights, and new projections."""
     if config.optim.lr is not None:
         return {}
-    alone = adapters_only(model)
-    rules = {
-        "lr_image": ADAPTERS if model.lora_image and not alone else None,
-        "lr_text": ADAPTERS if model.lora_text and not alone else None,
-        "lr_head": HEADS if alone and model.composed else None,
+    rates = {"lr_head": HEADS} if model.composed and not heads_only(model) else {}
+    sides = {
+        "lr_image": (model.lora_image, model.pretrained_image),
+        "lr_text": (model.lora_text, model.pretrained_text),
     }
+    for name, (adapters, weights) in sides.items():
+        if adapters and not adapters_only(model):
+            rates[name] = ADAPTERS
+        elif model.pretrained is None and weights is None:
+            rates[name] = {"lr": from_scratch.lr, "batch": from_scratch.batch}
     return {
-        name: rule["lr"] * min(1.0, math.sqrt(batch / rule["batch"]))
-        for name, rule in rules.items()
-        if rule is not None and getattr(config.optim, name) is None
+        name: _at_batch(rule["lr"], rule["batch"], batch)
+        for name, rule in rates.items()
+        if getattr(config.optim, name) is None
     }
+
+
+def _at_batch(rate: float, of_batch: float, batch: int) -> float:
+    """Smaller batches, smaller steps."""
+    return rate * min(1.0, math.sqrt(batch / of_batch))
 
 
 def default_name(config: TrainConfig) -> str:

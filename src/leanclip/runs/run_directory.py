@@ -48,7 +48,7 @@ class RunDirectory:
         self.config, self.card = path / "config.toml", path / CARD_FILE
         self.metrics, self.manifest = path / "metrics.jsonl", path / "manifest.json"
         self.panel, self.zero_shot = path / "panel.json", path / "zero_shot.json"
-        self.suspects = path / "suspects.json"
+        self.suspects, self.held_out = path / "suspects.json", path / "held_out.csv"
         self.diagnosis, self.checkpoints = path / "diagnosis.json", path / "checkpoints"
 
     @classmethod

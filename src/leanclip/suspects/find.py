@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from leanclip.config import load_toml, override
-from leanclip.data import DataConfig, Manifest, Source, load_manifest, open_validation
+from leanclip.data import DataConfig, Manifest, Source, load_manifest, split_source
 from leanclip.data.datasets import exchanged, train_source, train_visits
 from leanclip.data.order import NO_IDS
 from leanclip.device import autocast_of, device_of
@@ -135,8 +135,8 @@ def _as_seen(source: Source, data: DataConfig, manifest: Manifest | None, seed: 
     """The training data with the captions that the run saw."""
     if not data.exchange_captions:
         return source
-    held_out = open_validation(data, seed=seed, manifest=manifest)[0] if data.val_split else None
-    captions_of = exchanged(data, source, NO_IDS if held_out is None else held_out.ids, seed=seed)
+    held_out = split_source(source, data.val_split, seed, manifest).held_out if data.val_split else NO_IDS
+    captions_of = exchanged(data, source, held_out, seed=seed)
     return source if captions_of is None else Exchanged(source, captions_of)
 
 

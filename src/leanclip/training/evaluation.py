@@ -13,6 +13,7 @@ from leanclip.evaluation import (
     earlier_best,
     embed,
     hardest_negatives,
+    recall_text,
     retrieval_metrics,
     retrieval_panel,
     summary,
@@ -63,8 +64,8 @@ class HeldOutData:
             self.output.write(self.output.directory.panel, json.dumps(finite(panel)))
         self.output.print(
             f"step {step}{self.averaged}: held-out recall@10"
-            f" text-to-image {metrics['text_to_image_recall@10']:.1%} (chance {metrics['chance@10']:.1%}),"
-            f" image-to-text {metrics['image_to_text_recall@10']:.1%}"
+            f" text-to-image {recall_text(metrics, 'text_to_image')}, image-to-text"
+            f" {recall_text(metrics, 'image_to_text')}"
         )
         return metrics
 

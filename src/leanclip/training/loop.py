@@ -124,6 +124,8 @@ class _Trainer:
                 if full or best:
                     self.save(full=bool(full), best=best)
                 if finished or stopped:
+                    if self.broken.kinds:
+                        self.output.print(f"{self.broken} and replaced by others")
                     return Ending(self.checkpoints.finish_last(), stopped)
 
     def batches(self) -> Iterator[Batch]:

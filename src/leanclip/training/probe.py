@@ -211,6 +211,8 @@ def set_threads(
             notes.append(f"warning: --threads {flag}{processes} on {cores} cores: more threads than cores are slower")
     elif saved is not None and saved <= min(ranks.all_gather_objects(cores)):
         number = saved
+        if saved != torch.get_num_threads() and any(chosen for _, chosen in facts):
+            notes.append(f"CPU threads of each process: {saved}, as the run began with; --threads changes it")
     elif any(chosen for _, chosen in facts) and not model.compiled:
         number = torch.get_num_threads()
         notes.append(f"CPU threads of each process: {number}, as OMP_NUM_THREADS says (--threads sets it)")

@@ -31,7 +31,7 @@ def summary(job: Job, directory: RunDirectory) -> list[str]:
     facts = {
         "run": f"{config.run.name}, written to {directory.path}",
         "data": _data(job),
-        "captions": _long_captions(job),
+        "captions": _captions(job),
         "held out": f"{len(job.data.val):,} samples" if job.data.val else "none",
         "model": config.model.title,
         **{f"{tower.side} tower": str(tower).partition(": ")[2] for tower in job.model.summary()},
@@ -55,30 +55,37 @@ def summary(job: Job, directory: RunDirectory) -> list[str]:
 def _data(job: Job) -> str:
     train = job.data.train
     names, files = job.config.data.train_data or "the bundled emoji", train.source.manifest()
-    held_out = len(job.data.val) if job.data.val and job.data.val.source is train.source else 0
+    val = job.data.val
+    held_out = len(val) + len(val.copies) if val and val.source is train.source else 0
     held = f", {held_out:,} of them held out" if held_out else ""
     visits = f", {len(train):,} visits an epoch" if len(train) != len(train.source) - held_out else ""
     within = f" in {_count(len(files), 'file')}" if files else ""
     return f"{names}: {len(train.source):,} samples{within}{held}{visits}"
 
 
-def _long_captions(job: Job) -> str:
-    """How many captions of a sample the model truncates; empty if hardly any."""
+def _captions(job: Job) -> str:
+    """How many captions of a sample the model truncates, or have several lines; empty if hardly any."""
     source, tokenizer = job.data.train.source, job.model.tokenizer
     context = tokenizer([""]).shape[1]
     ends = time.monotonic() + SAMPLING_SECONDS
-    lengths: list[int] = []
+    lengths, several_lines = list[int](), 0
     for index in random.Random(0).sample(range(len(source)), min(len(source), SAMPLED)):
         if time.monotonic() > ends:  # remote data
             break
         with contextlib.suppress(BrokenSample):
-            lengths += [token_count(tokenizer, caption) for caption in source.captions(index)]
+            captions = source.captions(index)
+            lengths += [token_count(tokenizer, caption) for caption in captions]
+            several_lines += sum("\n" in caption for caption in captions)
     longer = sum(length > context for length in lengths)
-    if longer <= HARDLY_ANY * len(lengths):
-        return ""
-    return (
-        f"{longer / len(lengths):.0%} of {len(lengths):,} sampled are longer than the {context} tokens that the model"
-        f" reads (up to {max(lengths)}): the rest is cut off (--force-context-length sets another)"
+    facts = {
+        f"are longer than the {context} tokens that the model reads (up to {max(lengths, default=0)}): the rest is"
+        " cut off (--force-context-length sets another)": longer,
+        "have several lines, each as one caption: several captions of an image belong into a .json": several_lines,
+    }
+    return "; ".join(
+        f"{count / len(lengths):.0%} of {len(lengths):,} sampled {fact}"
+        for fact, count in facts.items()
+        if count > HARDLY_ANY * len(lengths)
     )
 
 

@@ -120,10 +120,12 @@ class TowerSummary:
     layers: int  # of the trunk
     frozen_layers: int
     projection: bool  # whether the tower ends in one, which is trained
+    new_projection: bool = False  # without weights, behind a tower with weights
     rank: int = 0  # of its adapters
 
     def __str__(self) -> str:
         start = f"weights from {self.weights}" if self.weights else "random weights"
+        start += " and a new projection" if self.new_projection else ""
         trained = f"{_millions(self.trained)} of {_millions(self.parameters)} parameters trained"
         line = f"{self.side} tower: {start}, {trained}"
         if self.rank:
@@ -137,7 +139,7 @@ class TowerSummary:
         return f"{line}, {frozen}{', its projection trained' if self.projection else ''}"
 
 
-def summarise(clip: Any, side: Side, weights: str | None, rank: int = 0) -> TowerSummary:
+def summarise(clip: Any, side: Side, weights: str | None, rank: int = 0, *, new: bool = False) -> TowerSummary:
     layers = tower_layers(clip, side)
     names = [*layers.projection, *(name for layer in layers.trunk for name in layer)]
     sizes = {name: clip.get_parameter(name).numel() for name in names}
@@ -150,6 +152,7 @@ def summarise(clip: Any, side: Side, weights: str | None, rank: int = 0) -> Towe
         layers=len(layers.trunk),
         frozen_layers=sum(not trained & set(layer) for layer in layers.trunk),
         projection=bool(layers.projection),
+        new_projection=new and bool(layers.projection),
         rank=rank,
     )
 

@@ -17,8 +17,8 @@ FILES = (WEIGHTS_FILE, "model.safetensors", "open_clip_pytorch_model.bin", "pyto
 SHOWN = 3  # parameters in a message
 
 
-def load_tower(clip: Any, side: Side, source: str) -> None:
-    """Load weights into the trunk of a tower, and into its projection where the file has one."""
+def load_tower(clip: Any, side: Side, source: str) -> bool:
+    """Load weights into the trunk of a tower, and into its projection where the file has one; True if it has none."""
     path = _find(source)
     check_weights(path)
     content: Any = open_clip.factory.load_state_dict(str(path), weights_only=True)
@@ -39,6 +39,7 @@ def load_tower(clip: Any, side: Side, source: str) -> None:
         target, optional = tower, {name for name, _ in tower.named_parameters() if PROJECTION.match(prefix + name)}
     _check(target, weights, optional, path, side)
     target.load_state_dict(weights, strict=False)
+    return target is not tower or not optional <= weights.keys()
 
 
 def _find(source: str) -> Path:
