@@ -26,6 +26,7 @@ LOSSES: list[tuple[str, dict[str, Any]]] = [
     ("dcl", {"tau": 0.1, "tau_min": 0.099, "tau_max": 0.101, "lr_tau": 1.0}),  # reaches both bounds
     ("fastclip-v3", {"tau": 0.025, "lr_tau": 0.1}),  # where the optimizer's step shrinks
     ("fastclip-v3", {"tau_gradient": "exact", "gamma_min": 0.5, "gamma_schedule": "constant"}),
+    ("fastclip-v2", {"tau_weight": "exact"}),  # only the products: its scalars are plain PyTorch
 ]
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from leanclip.cli.train import parse_command, run
-from leanclip.planning.profile import PHASES, Profile, profile, verdict
+from leanclip.planning.profile import PHASES, Collectives, Profile, profile, verdict
 from leanclip.training import set_up
 
 FLAGS = ["--global-batch-size", "48", "--workers", "0", "--device", "cpu"]
 
 
-def profile_of(**seconds):
+def profile_of(alone=9.0, **seconds):
     return Profile(
         seconds={phase: seconds.get(phase.replace(" ", "_"), 0.0) for phase in PHASES},
         launching=seconds.get("launching", 0.0),
@@ -20,6 +20,7 @@ def profile_of(**seconds):
         flops=3e12,
         matrix_rate=1e13,
         steps=5,
+        collectives={"state": Collectives(calls=1, bytes=1, alone=alone, waited=seconds.get("communication", 0.0))},
     )
 
 
@@ -72,7 +73,12 @@ def test_the_command_prints_and_writes_no_files(tmp_path, capsys):
     ("result", "kind", "expected"),
     [
         (profile_of(data=3.0, backward=5.0), job(), "Raise --workers (now 4"),
-        (profile_of(communication=3.0, backward=5.0), job(), "bound by the network"),
+        (profile_of(communication=3.0, backward=5.0), job(), "bound by the network: 38%"),
+        (
+            profile_of(communication=3.0, backward=5.0, alone=1.0),
+            job(),
+            "bound by the slowest process: this one waits for others 25%",
+        ),
         (profile_of(loss=3.0, backward=5.0), job(), "bound by the loss"),
         (profile_of(backward=5.0, launching=4.9), job(), "bound by the host"),
         (profile_of(backward=5.0, launching=4.9), job(device="cpu"), "towers' arithmetic: 100% of the time, at 30%"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import asdict
 
 import pytest
@@ -84,12 +85,12 @@ def test_header_says_what_the_recipe_is(name):
 def test_published_numbers(name):
     family, data = name.split("/")
     values = load_recipe(name)
-    expected = dict(SETTINGS[data])
+    expected = SETTINGS[data] | {"precision": "amp_bf16", "tau": 0.07}
     if family.startswith("fastclip"):
         expected |= COSINE[data]
     if family == "fastclip-v3":
         expected |= V3[data]
-    if name == "fastclip-v2/cc3m":
+    if family in ("fastclip-v2", "isogclr"):
         expected |= {"tau": 0.03, "lr_tau": 0.0133, "rho": 7.0, "tau_adam": "published"}
     assert expected.items() <= values.items()
     result = header(name)[3].removeprefix("# Published result: ")
@@ -98,27 +99,29 @@ def test_published_numbers(name):
     assert metric in result or RESULTS[name] == "none"
 
 
-# FastCLIP's seven training scripts (github.com/Optimization-AI/fast_clip, read in 2026), all with AdamW.
+# The seven scripts of FastCLIP (github.com/Optimization-AI/fast_clip, read in 2026), all with AdamW and seed 2024.
+CC3M = "2,723,840/3,318,333 RN50 8x128 37 10000 1e-3 0.1"
+CC12M = "9,187,328/12,423,374 ViT-B-32 8x256 33 10000 4e-4 0.1"
+LAION = "315,658,316/414,080,000 ViT-B-16 16x320 30 13200 2e-4 0.2 lr_floor=4e-5"
 SCRIPTS = {
-    "openclip/cc3m": "RN50 8x128 37 10000 1e-3 0.1",
-    "fastclip-v0/cc3m": "RN50 8x128 37 10000 1e-3 0.1 gamma_min=0.2 gamma_decay_epochs=18",
-    "fastclip-v1/cc3m": "RN50 8x128 37 10000 1e-3 0.1 gamma_min=0.2 gamma_decay_epochs=18",
-    "fastclip-v2/cc3m": "RN50 8x128 37 10000 1e-3 0.1 gamma_min=0.2 gamma_decay_epochs=18 lr_tau=0.0133"
-    " tau=0.03 rho=7",
-    "fastclip-v3/cc3m": "RN50 8x128 37 10000 1e-3 0.1 gamma_min=0.2 gamma_decay_epochs=18 lr_tau=2e-4 rho=6.5",
-    "fastclip-v3/cc12m": "ViT-B-32 8x256 33 10000 4e-4 0.1 gamma_min=0.2 gamma_decay_epochs=16 lr_tau=1e-4 rho=8.5",
-    "fastclip-v3/laion400m": "ViT-B-16 16x320 30 13200 2e-4 0.2 lr_floor=4e-5 eps=1e-6 gamma_min=0.8"
-    " gamma_decay_epochs=10 lr_tau=5e-5 rho=16",
+    "openclip/cc3m": CC3M,
+    "fastclip-v0/cc3m": f"{CC3M} gamma_min=0.2 gamma_decay_epochs=18",
+    "fastclip-v1/cc3m": f"{CC3M} gamma_min=0.2 gamma_decay_epochs=18",
+    "fastclip-v2/cc3m": f"{CC3M} gamma_min=0.2 gamma_decay_epochs=18 lr_tau=0.0133 tau=0.03 rho=7",
+    "fastclip-v3/cc3m": f"{CC3M} gamma_min=0.2 gamma_decay_epochs=18 lr_tau=2e-4 rho=6.5",
+    "fastclip-v3/cc12m": f"{CC12M} gamma_min=0.2 gamma_decay_epochs=16 lr_tau=1e-4 rho=8.5",
+    "fastclip-v3/laion400m": f"{LAION} eps=1e-6 gamma_min=0.8 gamma_decay_epochs=10 lr_tau=5e-5 rho=16",
 }
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_recipe_has_the_values_of_its_script(name):
-    model, ranks, epochs, warmup, lr, wd, *others = SCRIPTS[name].split()
+    sizes, model, ranks, epochs, warmup, lr, wd, *others = SCRIPTS[name].split()
     gpus, share = map(int, ranks.split("x"))
-    values = load_recipe(name)
-    assert values["opt"] == "adamw" and values["model"] == model
+    values, text = load_recipe(name), (DIRECTORY / f"{name}.toml").read_text()
+    assert values["opt"] == "adamw" and values["seed"] == 2024 and values["model"] == model
     assert values["global_batch_size"] == gpus * share and f"{gpus} GPUs x {share} as" in header(name)[2]
+    assert all(re.search(rf"\b{size}\b", text) for size in sizes.split("/"))
     numbers = {"epochs": epochs, "warmup": warmup, "lr": lr, "wd": wd} | dict(other.split("=") for other in others)
     assert {key: values[key] for key in numbers} == {key: float(value) for key, value in numbers.items()}
     settings = {"lr_floor", "lr_tau", "rho", "gamma_min", "gamma_decay_epochs"}

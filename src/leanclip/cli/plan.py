@@ -233,8 +233,8 @@ def memory_table(option: Option, planner: Planner) -> Table:
     table = Table(title="memory of each GPU at the moment of its peak", title_justify="left")
     table.add_column("part")
     table.add_column("GiB", justify="right")
-    memory = option.step.memory
-    for part, size in (*((part, memory[part]) for part in PARTS), ("next batch", memory["batch"])):
+    step = option.step
+    for part, size in {**{part: step.memory[part] for part in PARTS}, "next batch": step.needed - step.peak}.items():
         table.add_row(part, f"{size / GIB:.2f}")
     table.add_section()
     table.add_row("total", gib(option))

@@ -279,10 +279,16 @@ def verdict(result: Profile, job: Job) -> str:
             f"bound by the data: the step waits {result.share('data'):.0%} of the time. {remedy} the images at the"
             " training size (leanclip data pack)"
         )
-    if result.share("communication") > 0.2:
+    exposed = result.breakdown()["communication not hidden"] / result.step
+    if exposed > 0.2:
         return (
-            f"bound by the network: {result.share('communication'):.0%} of the time. A larger --global-batch-size"
-            " sends the gradients less often"
+            f"bound by the network: {exposed:.0%} of the time. A larger --global-batch-size sends the gradients less"
+            " often"
+        )
+    if (waiting := result.share("communication") - exposed) > 0.2:
+        return (
+            f"bound by the slowest process: this one waits for others {waiting:.0%} of the time, beyond what the"
+            " collectives take by themselves. Look for other programs on their hosts"
         )
     if result.share("loss") > 0.25:
         return f"bound by the loss: {result.share('loss'):.0%} of the time. A smaller --global-batch-size helps"
