@@ -48,7 +48,7 @@ from leanclip.models.export import export_open_clip
 from leanclip.progress import ACTIVITY
 from leanclip.search.embed import BLOCK, embed_data
 
-open_clip_data = bench_data.open_clip_train.data  # with its repairs
+open_clip_data: Any = bench_data.open_clip_train.data  # with its repairs
 RESULTS = Path(__file__).parent / "results" / "embed.csv"
 SIDE, KILLS, DECODED = 64, 10, 20_000
 TINY = (
@@ -249,6 +249,7 @@ def open_clip_loop(
     name: str, weights: Path, pattern: str, samples: int, workers: int, device: torch.device, precision: str
 ) -> tuple[float, list[str], np.ndarray]:
     """As its evaluation runs: the webdataset pipeline of held-out data, the model, features on the host."""
+    model: Any
     model, _, preprocess = open_clip.create_model_and_transforms(name, pretrained=str(weights), device=device)
     model.eval()
     arguments = SimpleNamespace(val_data=pattern, val_num_samples=samples, batch_size=BLOCK, workers=workers)

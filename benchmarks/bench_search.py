@@ -16,7 +16,6 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from leanclip.search.index import ExactIndex, LargeIndex
 
 RESULTS = Path(__file__).parent / "results" / "search.csv"
 DIM, PER_CLUSTER, SPREAD = 512, 100, 0.65  # members of a cluster have a cosine of about 0.7
-AT_ONCE, MANY = 50_000, 100_000_000
+AT_ONCE, MANY, NEAREST = 50_000, 100_000_000, 10
 FIELDS = (
     "what", "vectors", "dim", "median_ms", "least_ms", "largest_ms", "cpu_ms", "load", "gib", "recall_at_10",
     "build_seconds", "build_cpu_seconds", "build_gib", "build_load",
@@ -49,19 +48,20 @@ def clustered(count: int, centres: torch.Tensor, seed: int) -> np.ndarray:
     return rows
 
 
-def query_times(search: Callable[[np.ndarray], object], queries: np.ndarray) -> dict[str, float]:
-    """Milliseconds of a query after the first."""
-    wall, cpu = [], []
-    search(queries[0])
+def timed(index: ExactIndex | LargeIndex, queries: np.ndarray) -> tuple[dict[str, float], list[np.ndarray]]:
+    """Milliseconds of a query after the first, and the ids that each one finds."""
+    wall, cpu, ids = [], [], []
+    index.nearest(queries[0], NEAREST)
     for query in queries:
         began, began_cpu = time.perf_counter(), time.process_time()
-        search(query)
+        ids.append(index.nearest(query, NEAREST).ids)
         wall.append(1e3 * (time.perf_counter() - began))
         cpu.append(1e3 * (time.process_time() - began_cpu))
-    return {
+    times = {
         "median_ms": statistics.median(wall), "least_ms": min(wall), "largest_ms": max(wall),
         "cpu_ms": statistics.median(cpu), "load": os.getloadavg()[0],
     }  # fmt: skip
+    return times, ids
 
 
 def built(directory: Path, features: np.ndarray, usable: np.ndarray) -> tuple[ApproximateIndex, dict[str, float]]:
@@ -88,18 +88,16 @@ def search_rows(count: int, queries: int, directory: Path) -> list[dict[str, Any
     features, asked = clustered(count, centres, 1), clustered(queries, centres, 2).astype(np.float32)
     usable = np.ones(count, bool)
     whole, cost = built(directory, features, usable)
-    exact, large = ExactIndex(features, usable), LargeIndex(features, usable, whole)
-    rows: list[dict[str, Any]] = []
-    for what, index in (("exact", exact), ("approximate", large)):
-        times = query_times(lambda query, index=index: index.nearest(query, 10), asked)
-        rows.append({"what": what, "vectors": count, "dim": DIM, **times})
-        print(rows[-1], flush=True)
-    hits = [
-        len(np.intersect1d(exact.nearest(query, 10).ids, large.nearest(query, 10).ids, assume_unique=True))
-        for query in asked
-    ]
-    rows[0]["gib"], rows[1]["gib"] = features.nbytes / 2**30, (directory / INDEX).stat().st_size / 2**30
-    rows[1] |= {"recall_at_10": sum(hits) / (10 * queries), **cost}
+    times, right = timed(ExactIndex(features, usable), asked)
+    rows = [{"what": "exact", "vectors": count, "dim": DIM, **times, "gib": features.nbytes / 2**30}]
+    print(rows, flush=True)
+    times, found = timed(LargeIndex(features, usable, whole), asked)
+    hits = sum(len(np.intersect1d(*both)) for both in zip(found, right, strict=True))
+    rows.append({
+        "what": "approximate", "vectors": count, "dim": DIM, **times,
+        "gib": (directory / INDEX).stat().st_size / 2**30,
+        "recall_at_10": hits / (NEAREST * queries), **cost,
+    })  # fmt: skip
     return rows
 
 
@@ -114,7 +112,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = arguments.index or Path(name)
         directory.mkdir(parents=True, exist_ok=True)
-        rows = search_rows(3000 if arguments.quick else arguments.vectors, 20 if arguments.quick else 200, directory)
+        rows = search_rows(3000 if arguments.quick else arguments.vectors, 20 if arguments.quick else 100, directory)
     for row in rows:
         shown = (f"{name} {value:,.4g}" if isinstance(value, float) else f"{value}" for name, value in row.items())
         print("  ".join(shown))

@@ -93,6 +93,13 @@ def test_a_query_prints_a_table(embedded, capsys):
     assert refusal_code(capsys.readouterr().err) == "search.bad_query"
 
 
+def test_a_caption_in_the_table_cannot_command_the_terminal(embedded, capsys, monkeypatch):
+    monkeypatch.setattr(Engine, "caption", lambda *_: "\x1b]0;title\x07one\ntwo [/red]")
+    assert exit_code("search", embedded, "--query", "x", "--count", 1, "--device", "cpu") == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "title\N{REPLACEMENT CHARACTER}one two [/red]" in printed
+
+
 def test_a_long_table_is_whole_and_one_that_is_too_long_is_refused(small_run, tmp_path, capsys):
     embed(small_run, "synthetic:260", tmp_path / "out")
     capsys.readouterr()
