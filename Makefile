@@ -10,9 +10,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 demo: $(READY) ## Train on the bundled emoji on CPU, evaluate, write the report
 	$(BIN)/leanclip train --recipe demo --name demo --overwrite
 	$(BIN)/leanclip evaluate logs/demo
-	$(BIN)/leanclip report logs/demo
 	@rm -rf logs/demo/search
 	$(BIN)/leanclip embed logs/demo emoji logs/demo/search
+	$(BIN)/leanclip report logs/demo
 	@echo 'search the emoji by a sentence or an image: $(BIN)/leanclip search logs/demo/search'
 
 test: lint docs pytest ## What CI runs

@@ -44,6 +44,9 @@ from leanclip.models import create_tokenizer
 sys.modules.setdefault("pandas", ModuleType("pandas"))  # open_clip_train imports it, only for CSV files
 import open_clip_train.data  # noqa: E402
 
+if not hasattr(sys.modules["pandas"], "__version__"):
+    del sys.modules["pandas"]  # pyarrow looks at what is there
+
 # The stage that its comment names; its own version fails on the shard separators of webdataset 1.0.
 open_clip_train.data.tarfile_to_samples_nothrow = getattr(webdataset, "tarfile_to_samples")(  # noqa: B009
     handler=open_clip_train.data.log_and_continue

@@ -44,6 +44,11 @@ def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
     return Console(stderr=stderr, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
+def printable(text: str) -> str:
+    """What others wrote, without the control characters that a terminal obeys."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+
+
 @contextmanager
 def progress_bar(
     title: str, total: int, *, shown: bool = True, unit: Literal["samples", "bytes"] = "samples"

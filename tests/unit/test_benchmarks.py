@@ -24,7 +24,14 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
         pytest.param("bench_plan.py", [], ["TFLOP/s", "predicted_gib"], marks=pytest.mark.slow),
         ("bench_pair_weights.py", [], ["siglip alone", "step, tiny", "ratio"]),
         ("bench_locked_towers.py", [], ["heads", "lit", "share_of_resident"]),
-        ("bench_search.py", [], ["exact", "approximate", "embed", "100 million"]),
+        ("bench_search.py", [], ["exact", "approximate", "100 million"]),
+        ("bench_embed.py", ["--parts", "compare"], ["what leanclip", "what open_clip", "smallest cosine"]),
+        pytest.param(
+            "bench_embed.py",
+            ["--parts", "pass", "killed", "processes"],
+            ["what pass", "equal True"],
+            marks=pytest.mark.slow,
+        ),
         ("bench_data.py", [], ["256 px          leanclip", "open_clip", "cat", "MB/s", "bytes per sample"]),
         pytest.param(
             "bench_losses_on_emoji.py",

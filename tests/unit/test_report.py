@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import escape
 from PIL import Image, ImageDraw
 
 from browser import inspect_page, needs_browser
+from leanclip.cli.search import PORT
 from leanclip.reporting import write_report
 from leanclip.reporting.curves import curve_of, evaluation_charts, training_charts, trend_charts
-from leanclip.reporting.report import facts
+from leanclip.reporting.report import SEARCH_PAGE, facts
 from leanclip.reporting.report_sections import Column, duration, key_figures, moment, tables
 from leanclip.reporting.run_reader import read_run
 from refusal import refuses
@@ -134,7 +136,27 @@ def test_finished_run_shows_everything(tmp_path: Path):
         assert text in html
     assert html.count("<svg viewBox") == 9, "7 training curves with gamma, 2 recall charts"
     assert html.count("<img ") == 6
-    assert "http" not in html.replace("http-equiv", ""), "the page must not refer to the network"
+    assert "http" not in html.replace("http-equiv", "").replace(SEARCH_PAGE, ""), (
+        "the page must not refer to the network"
+    )
+
+
+def test_the_report_links_to_search(tmp_path: Path):
+    run = write_run(tmp_path / "a <b> run", with_panel=panel(captions=("a <b> & #c", "half \ud800")))
+    (run / "config.toml").write_text('train_data = "shards/*.tar"\n')
+    commands = [f"leanclip embed '{run}' 'shards/*.tar' '{run}/search'", f"leanclip search '{run}/search'"]
+    html = page(run)
+    assert ", then ".join(f"<code>{escape(command)}</code>" for command in commands) in html
+    assert f"http://127.0.0.1:{PORT}/" == SEARCH_PAGE
+    assert f'<a href="{SEARCH_PAGE}">' in html and f"{SEARCH_PAGE}#" not in html  # there is nothing to find yet
+    (run / "vectors").mkdir()
+    (run / "vectors/embeddings.json").touch()
+    html = page(run)
+    assert (
+        f"<code>{escape(f'leanclip search {chr(39)}{run}/vectors{chr(39)}')}</code>" in html and "embed" not in html
+    )
+    for caption in ("a%20%3Cb%3E%20%26%20%23c", "half%20%3F"):
+        assert f'<a href="{SEARCH_PAGE}#text={caption}">' in html
 
 
 def test_a_run_from_weights_shows_before_after_and_difference(tmp_path: Path):

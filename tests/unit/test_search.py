@@ -59,8 +59,9 @@ def test_exact_search_is_exact(spread):
 def test_the_approximate_index_is_built_once_and_finds_almost_all(embedded, tmp_path, monkeypatch):
     out = tmp_path / "out"
     shutil.copytree(embedded, out)
-    store = EmbeddingStore(out)
-    exact, large = open_index(store), open_index(store, largest_exact=10)
+    store, said = EmbeddingStore(out), []
+    exact, large = open_index(store), open_index(store, largest_exact=10, notify=said.append)
+    assert "index of 39 vectors" in said[0] and f"of memory; {out}/images/index.usearch has" in said[1]
     assert isinstance(large, LargeIndex) and large.approximate and not exact.approximate
     for index in np.flatnonzero(store.usable("images")).tolist():
         query = np.asarray(store.tables["images"].features[index], np.float32)
@@ -70,8 +71,8 @@ def test_the_approximate_index_is_built_once_and_finds_almost_all(embedded, tmp_
             np.testing.assert_allclose(first.scores, second.scores, atol=1e-6)
         assert 5 not in large.nearest(query, 40).ids
     written = (out / "images/index.usearch").stat().st_mtime_ns
-    open_index(store, largest_exact=10)
-    assert (out / "images/index.usearch").stat().st_mtime_ns == written
+    open_index(store, largest_exact=10, notify=said.append)
+    assert (out / "images/index.usearch").stat().st_mtime_ns == written and len(said) == 2
     (out / "images/index.usearch").write_bytes(b"damaged")
     assert len(open_index(store, largest_exact=10).nearest(np.ones(48), 5).ids) == 5
     monkeypatch.setitem(sys.modules, "usearch.index", None)
@@ -90,6 +91,13 @@ def test_a_query_prints_a_table(embedded, capsys):
     assert refusal_code(capsys.readouterr().err) == "search.no_shard"
     assert exit_code(*command[:-3], " ") == 2
     assert refusal_code(capsys.readouterr().err) == "search.bad_query"
+
+
+def test_a_caption_in_the_table_cannot_command_the_terminal(embedded, capsys, monkeypatch):
+    monkeypatch.setattr(Engine, "caption", lambda *_: "\x1b]0;title\x07one\ntwo [/red]")
+    assert exit_code("search", embedded, "--query", "x", "--count", 1, "--device", "cpu") == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "title\N{REPLACEMENT CHARACTER}one two [/red]" in printed
 
 
 def test_a_long_table_is_whole_and_one_that_is_too_long_is_refused(small_run, tmp_path, capsys):
@@ -172,7 +180,7 @@ def test_the_approximate_index_is_asked_under_the_lock(engine):
     class Whole:
         def neighbours(self, queries, count):
             assert engine._computing.locked()
-            return np.zeros((len(queries), count), np.int64), np.zeros((len(queries), count), np.float32)
+            return np.full((len(queries), count), -1, np.int64)
 
     features = engine.store.tables["images"].features
     large = LargeIndex(features, engine.usable, Whole())  # type: ignore[arg-type]

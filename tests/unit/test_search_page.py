@@ -1,7 +1,9 @@
 """The search page in a browser: sentences, images, keyboard, classes, duplicates, narrow and dark."""
 
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 from search_sets import FIRST, SCRIPT, SECOND, embed, image_of, serving, write_hostile_shards
@@ -165,12 +167,26 @@ def test_mistakes_are_said_on_the_page(server, monkeypatch):
         assert [line for line in console if "400 (Bad Request)" not in line] == []
 
 
+def test_a_link_to_a_search(server):
+    with open_browser(400, 900) as (page, console, _):
+        page.goto(f"{server.url}#text=square%20number%203")
+        wait_for(page, "nearest to “square number 3”")
+        assert page.input_value("#text") == "square number 3" and page.locator(".card").count() == 30
+        assert console == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_demo_finds_the_emoji_by_their_names(tmp_path):
+def test_the_demo_finds_the_emoji_by_their_names(tmp_path, monkeypatch):
     """make demo, then the command that it prints: each of the 200 held-out captions typed into the page."""
-    assert exit_code("train", "--recipe", "demo", "--name", "demo", "--logs", tmp_path, "--eval-every", 0) == 0
-    engine = open_engine(str(embed(tmp_path / "demo", "emoji", tmp_path / "demo/search")))
+    monkeypatch.chdir(tmp_path)
+    recipe = (Path(__file__).parents[2] / "Makefile").read_text().partition("\ndemo:")[2].partition("\n\n")[0]
+    *commands, search = [line.split() for line in re.findall(r"\$\(BIN\)/leanclip ([^'\n]+)", recipe)]
+    assert [command[0] for command in (*commands, search)] == ["train", "evaluate", "embed", "report", "search"]
+    for command in commands:
+        assert exit_code(*command) == 0
+    engine = open_engine(search[1])
+    assert f"leanclip {' '.join(search)}" in Path("logs/demo/report.html").read_text()
     rows = [json.loads(line) for line in (BUNDLED / "meta.jsonl").read_text().splitlines()]
     expected = {row["key"] for row in rows if row["split"] == "val"}
     names = {engine.store.key(index): engine.caption(index) for index in range(engine.store.samples)}

@@ -11,6 +11,7 @@ from leanclip.cli import suspects
 from leanclip.cli.parse import parse
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically, writing
+from leanclip.progress import printable
 from leanclip.worker_pool import MOST_WORKERS
 
 if TYPE_CHECKING:  # importing torch takes seconds, and --help does not need it
@@ -300,7 +301,7 @@ def _resizing(found: dict[str, Any]) -> str:
 def _show(title: str, rows: dict[str, str]) -> None:
     lines = [title, *(f"  {name:<{NAME_WIDTH}}  {value}" for name, value in rows.items())]
     for line in lines:  # names of files may contain anything
-        print("".join(character if character.isprintable() else "\ufffd" for character in line))
+        print(printable(line))
 
 
 def _exit_if(too_many: bool, share: float, limit: float, flag: str) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from leanclip.cli.parse import parse
 from leanclip.errors import UserError, first_line
-from leanclip.progress import make_console
+from leanclip.progress import make_console, printable
 from leanclip.search.engine import MOST_HITS, Engine, RequestError, open_engine
 from leanclip.search.index import LARGEST_EXACT
 from leanclip.search.server import SearchServer
@@ -126,7 +126,8 @@ def show(console: Console, engine: Engine, command: SearchCommand, text: str) ->
     for heading, side in (("score", "right"), ("key", "left"), ("shard", "left"), ("caption", "left")):
         table.add_column(heading, justify=side)  # type: ignore[arg-type]
     for hit in hits:
-        table.add_row(f"{hit.score:.3f}", hit.key, hit.shard, hit.caption)
+        texts = (" ".join(text.split()) for text in (hit.key, hit.shard, hit.caption))
+        table.add_row(f"{hit.score:.3f}", *map(printable, texts))
     console.print(table)
 
 

@@ -1,10 +1,12 @@
 """One self-contained HTML page for one run, or for several side by side: no network access, no further files."""
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically, writing
@@ -16,6 +18,7 @@ from leanclip.reporting.run_reader import RunData, number, read_run
 from leanclip.reporting.templates import templates
 
 MAX_TILES = 6  # in a row
+SEARCH_PAGE = "http://127.0.0.1:8026/"  # of leanclip search, while it runs
 
 
 def write_report(runs: Path | Sequence[Path], output: Path | None = None) -> Path:
@@ -47,7 +50,7 @@ def write_report(runs: Path | Sequence[Path], output: Path | None = None) -> Pat
 
 def render(template: str, values: dict[str, Any]) -> str:
     written = moment(datetime.now(timezone.utc).isoformat())
-    return templates().get_template(template).render(values, written=written, percent=percent)
+    return templates().get_template(template).render(values, written=written, percent=percent, finding=finding)
 
 
 def run_values(run: RunData) -> dict[str, Any]:
@@ -80,8 +83,24 @@ def run_page(run: RunData) -> dict[str, Any]:
         "histograms": list(map(draw, curves.histogram_charts([run], [run.name]))),
         "tables": report_sections.tables(run),
         "pair_weights": pair_weights_section(run),
+        "search": search_commands(run),
+        "search_page": SEARCH_PAGE,
         "changed": moment(run.changed.isoformat()),
     }
+
+
+def search_commands(run: RunData) -> list[str]:
+    """Open the embeddings in the run's directory; without any, make some of the held-out data first."""
+    made = sorted(path.parent for path in run.path.glob("*/embeddings.json"))
+    out = str(made[0] if made else run.path / "search")
+    data = run.settings.get("val_data") or run.settings.get("train_data") or "emoji"
+    embed = [] if made else [shlex.join(["leanclip", "embed", str(run.path), str(data), out])]
+    return [*embed, shlex.join(["leanclip", "search", out])]
+
+
+def finding(caption: str) -> str:
+    """The address that searches for a caption."""
+    return f"{SEARCH_PAGE}#text={quote(caption, safe='', errors='replace')}"
 
 
 def comparison_page(runs: Sequence[RunData]) -> dict[str, Any]:

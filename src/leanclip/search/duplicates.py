@@ -68,10 +68,12 @@ class PairSearch:
             if self.stop.is_set():
                 return
             part = ids[start : start + ROWS_AT_ONCE]
+            queries = np.asarray(index.features[part], np.float32)
             with self.asking:
-                found, scores = index.whole.neighbours(index.features[part], NEIGHBOURS)
+                found = index.whole.neighbours(queries, NEIGHBOURS)
+            scores = np.einsum("qd,qkd->qk", queries, np.asarray(index.features[found], np.float32))
             pairs = np.stack([np.repeat(part, found.shape[1]), found.ravel()], axis=1)
-            kept = (scores.ravel() >= self.threshold) & (pairs[:, 0] != pairs[:, 1])
+            kept = (scores.ravel() >= self.threshold) & (pairs[:, 0] != pairs[:, 1]) & (pairs[:, 1] >= 0)
             self._add(np.sort(pairs[kept], axis=1), scores.ravel()[kept])
             self.done = (start + len(part)) / len(ids)
 

@@ -5,7 +5,6 @@ processes, writes the same bytes as one that was not.
 """
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,7 +33,6 @@ from leanclip.version import __version__
 
 BLOCK = 256  # samples; fixed, because the size of a batch changes the last bit of a result
 SAMPLED_KEYS = 256
-LINE_SECONDS = 30  # between two lines of progress where no bar is drawn
 COLUMNS = ("csv_img_key", "csv_caption_key", "csv_separator", "caption_key")  # of DataConfig, kept with the store
 
 Of = Literal["both", "images", "captions"]
@@ -66,11 +64,9 @@ def embed_data(
         notify(f"{store.samples - left:,} of {store.samples:,} samples are embedded already")
     local = blocks[ranks.share(len(blocks))]
     with inference(model, settings), progress_bar("embedding", left, shown=settings.progress) as advance:
-        lines = _Lines(left, notify)
         for done in _fill(store, model, source, local, settings):
             ACTIVITY.still_working()
             advance(done * ranks.size)
-            lines.advance(done * ranks.size)
     ranks.all_gather_objects(None)  # until all have written
     store = EmbeddingStore(out)
     if len(store.missing()):
@@ -276,21 +272,6 @@ def _write(store: EmbeddingStore, block: _Block, embeddings: dict[str, Tensor]) 
             if table.done[index] != BROKEN:
                 table.mark_broken(index, error.kind, str(error))
     return len(block.ids)
-
-
-class _Lines:
-    """Progress as a line from time to time, for logs and terminals without a bar."""
-
-    def __init__(self, total: int, notify: Callable[[str], object]) -> None:
-        self.total, self.notify, self.done = total, notify, 0
-        self.start = self.last = time.monotonic()
-
-    def advance(self, done: int) -> None:
-        self.done, now = min(self.done + done, self.total), time.monotonic()
-        if now - self.last >= LINE_SECONDS and self.done:
-            self.last, rate = now, self.done / (now - self.start)
-            minutes = (self.total - self.done) / rate / 60
-            self.notify(f"{self.done:,} of {self.total:,} samples, {rate:,.0f} a second, {minutes:.1f} min left")
 
 
 def config_of(facts: dict[str, Any]) -> DataConfig:

@@ -248,7 +248,7 @@ def open_engine(
         notify(f"{missing:,} of {store.samples:,} samples are not embedded yet; give leanclip embed again")
     source = _open_source(store, data)
     trained = _open_model(store, model).to(device_of(device)).eval()
-    return Engine(store, source, trained, open_index(store, largest_exact=largest_exact))
+    return Engine(store, source, trained, open_index(store, largest_exact=largest_exact, notify=notify))
 
 
 def _open_model(store: EmbeddingStore, name: str | None) -> TwoTower:

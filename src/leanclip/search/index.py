@@ -1,5 +1,6 @@
 """Nearest vectors. Exact: products in float16 choose the candidates, products in float32 decide."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -79,11 +80,13 @@ def best(ids: np.ndarray, scores: np.ndarray, count: int) -> Nearest:
     return Nearest(ids[order].astype(np.int64), scores[order])
 
 
-def open_index(store: EmbeddingStore, *, largest_exact: int = LARGEST_EXACT) -> ExactIndex | LargeIndex:
+def open_index(
+    store: EmbeddingStore, *, largest_exact: int = LARGEST_EXACT, notify: Callable[[str], object] = print
+) -> ExactIndex | LargeIndex:
     """The index of the images of a store. An approximate one is built once and kept beside them."""
     table, usable = store.tables["images"], store.usable("images")
     if store.samples <= largest_exact:
         return ExactIndex(table.features, usable)
     identity = {"samples": store.samples, "usable": int(usable.sum()), "model": store.facts["model"]["digest"]}
-    whole = load_or_build(Path(table.directory), table.features, usable, identity)
+    whole = load_or_build(Path(table.directory), table.features, usable, identity, notify)
     return LargeIndex(table.features, usable, whole)

@@ -337,4 +337,6 @@ for (const name of TABS) {
   $("templates").append(...info.templates.map((name) => new Option(name, name)));
   $("tab-suspects").hidden = info.suspects === null;
   $("text").focus();
+  const text = new URLSearchParams(location.hash.slice(1)).get("text"); // a link of the report
+  if (text) $("text").value = text, searchText(text);
 })();
