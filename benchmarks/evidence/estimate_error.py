@@ -5,8 +5,8 @@
 
 One run of fastclip-v3 at batch 128. At each evaluated point, with the weights of that point, for a part of the
 samples: g, the mean of exp((s_ij - s_ii) / tau) over *all* other samples j and over several views (crops and captions
-drawn as in training); the same mean over as many samples as a batch has, in one view, which is InfoNCE's estimate;
-and the running estimate u. A loss that divides by a better estimate has a better gradient.
+drawn as in training); the same mean over as many samples as a batch has, in a further view, which is InfoNCE's
+estimate; and the running estimate u. A loss that divides by a better estimate has a better gradient.
 """
 
 import math
@@ -42,12 +42,13 @@ def inspect(place: Workspace, batch: int, context: StepContext) -> dict[str, flo
     estimates["batch"] = torch.zeros_like(estimates["estimate"])
     figures = {"tau": tau, "effective_negatives": 0.0, "share_of_first_100": 0.0}
     means = []
-    for number in range(VIEWS):
+    for number in range(VIEWS + 1):
         pair = view(place, number)
         for side, (queries, candidates) in enumerate((pair, pair[::-1])):
             exponents = differences(queries[anchors], candidates, anchors) / tau
-            means.append(log_mean(exponents))
-            if number == 0:
+            if number < VIEWS:
+                means.append(log_mean(exponents))
+            else:  # the batch's own view is no part of the truth
                 estimates["batch"][side] = log_mean(exponents.gather(1, in_batch))
                 weights = exponents.softmax(1)
                 largest = weights.topk(min(100, weights.shape[1]), dim=1).values.sum(1)

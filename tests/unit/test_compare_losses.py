@@ -109,13 +109,14 @@ def test_change_is_compared_with_the_same_change():
     def metrics(run):
         recall = recalls.get((run.loss, run.epochs, run.wd), 0.25) + run.seed / 1000
         tests = {"test_t2i10": str(recall), "test_i2t10": str(recall / 2), "cifar10": "0.1"}
-        return {"val_t2i10": "0.5", "seen_t2i10": "0.6"} | tests
+        return {"val_t2i10": "0.5", "seen_t2i10": "0.6", "tau": "0.03"} | tests
 
     table = compare_losses.change_table(comparison_with(metrics))
     gaps = [(row[0], row[5], row[7]) for row in table.rows]
     assert gaps == [
         ("unchanged", "+5.00 ± 0.00", "+2.50 ± 0.00"),
         ("twice the epochs", "-5.00 ± 0.00", "-2.50 ± 0.00"),
+        (compare_losses.SLOWER, "-5.00 ± 0.00", "-2.50 ± 0.00"),
         ("weight decay 0.5", "+15.00 ± 0.00", "+7.50 ± 0.00"),
         (compare_losses.FASTER, "+5.00 ± 0.00", "+2.50 ± 0.00"),
     ]

@@ -1,12 +1,14 @@
 """Weights of pairs in a whole run: the setting, what the log says, and resuming."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_runs import equal, job_of, saved_tensors, train
 from shard_files import picture, write_shard
 
+from leanclip.losses.base import ContrastiveLoss
 from refusal import refusal_code
 
 SETTINGS = {"global_batch_size": 64, "loss": "dcl", "epochs": 4, "max_steps": 12, "save_every": 6}
@@ -105,3 +107,33 @@ def test_a_run_counts_the_visits_to_each_caption(several, tmp_path, capsys):
     assert train(tmp_path, resume="auto", **settings | {"captions_per_sample": 1}) == 2
     error = capsys.readouterr().err
     assert refusal_code(error) == "resume.mismatch" and "--captions-per-sample 1, the run has 2" in error
+
+
+@pytest.mark.parametrize("way", ["plain", "micro-batches", "cached"])
+def test_groups_and_a_field_of_weights_reach_the_loss(way, tmp_path, monkeypatch):
+    files = {f"{number:05d}.jpg": picture(number) for number in range(40)}
+    for n in range(40):
+        fields = {"captions": [f"sample {n}"], "product": f"p{n % 7}", "quality": n / 8}
+        files[f"{n:05d}.json"] = json.dumps(fields).encode()
+    settings = {"train_data": str(write_shard(tmp_path / "data.tar", files)), "global_batch_size": 20, "max_steps": 2}
+    if way == "micro-batches":
+        settings |= {"micro_batch": 10}
+    if way == "cached":
+        monkeypatch.setenv("LEANCLIP_CACHE", str(tmp_path / "cache"))
+        assert train(tmp_path, max_steps=1, name="weights") == 0
+        settings |= {"pretrained": str(tmp_path / "logs/weights"), "lock_text": True, "cache_locked": 1, "tau": 0.05}
+    forward: Any = ContrastiveLoss.forward
+    calls = []
+
+    def spy(loss, image, text, ids, **given):
+        if "groups" in given:  # not in the check of a loss before training
+            calls.append((ids.tolist(), given["groups"].tolist(), given["weights"].tolist()))
+        return forward(loss, image, text, ids, **given)
+
+    monkeypatch.setattr(ContrastiveLoss, "forward", spy)
+    assert train(tmp_path, group_key="product", pair_weights="quality", **settings) == 0
+    assert len(calls) == 2
+    for ids, groups, weights in calls:
+        assert weights == [number / 8 for number in ids]
+        pairs = [(a, b) for a in range(20) for b in range(20)]
+        assert all((groups[a] == groups[b]) == ((ids[a] - ids[b]) % 7 == 0) for a, b in pairs)

@@ -196,6 +196,10 @@ def test_towers_that_do_not_fit_are_one_line(bert, timm_weights, tmp_path, capsy
         model=tmp_path / "narrow.json", text_tower=f"hf:{bert}", pretrained_image=tmp_path / "wide.pt"
     )
     assert code == "weights.other_model" and "attnpool.c_proj.weight is (128, 512) in the file and (64, 512)" in line
+    code, line = refused(model=tmp_path / "narrow.json", pretrained=tmp_path / "wide.pt")
+    assert code == "weights.other_model" and "text_projection is (128, 128) in the file and (128, 64) in" in line
+    code, line = refused(model="leanclip-tiny", pretrained=vit)
+    assert code == "weights.other_model" and "positional_embedding is missing" in line and "more" in line
     assert refused(text_tower=f"hf:{bert}", pretrained_text=tmp_path / "wide.pt")[0] == "weights.other_model"
     assert refused(image_tower="timm:test_vitt")[0] == "model.unknown"
     assert refused(text_tower=f"hf:{tmp_path}")[0] == "model.config_not_found"
@@ -208,6 +212,30 @@ def test_towers_that_do_not_fit_are_one_line(bert, timm_weights, tmp_path, capsy
     assert refused(embed_dim=64)[0] == refused(image_tower="timm:test_vit", embed_dim=0)[0] == "config.bad_value"
     assert refused(image_tower="ViT-B-32-quickgelu", text_tower="ViT-B-32")[0] == "model.other_activation"
     assert not (tmp_path / "logs").exists() or not any((tmp_path / "logs").iterdir())
+
+
+def test_a_refusal_leaves_the_run_that_it_would_overwrite(timm_weights, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    base = [*map(str, TRAIN), "--logs", str(tmp_path / "logs"), "--name", "run"]
+    assert command(*base) == 0
+    capsys.readouterr()
+
+    def files():
+        names = [path for path in (tmp_path / "logs").rglob("*") if path.is_file() and path.name != ".lock"]
+        return {path: path.read_bytes() for path in names}
+
+    before, run, vit = files(), str(tmp_path / "logs/run"), str(timm_weights / "test_vit.safetensors")
+    for words, code in (
+        (["--pretrained", vit], "weights.other_model"),
+        (["--image-tower", "timm:test_efficientnet", "--pretrained-image", vit], "weights.other_model"),
+        (["--image-tower", "timm:test_vit", "--lock-image", "--cache-locked", "1"], "model.locked_without_weights"),
+        (["--pretrained", run, "--lock-text", "--lora-text", "4"], "config.bad_value"),
+        (["--pretrained", run, "--embed-dim", "64"], "config.bad_value"),
+        (["--pretrained", "hf-hub:some/model"], "hub.unavailable"),
+        (["--text-tower", "hf:some/bert"], "hub.unavailable"),
+    ):
+        assert refusal_code(refusal([*base, *words, "--overwrite"], capsys)) == code
+        assert files() == before, words
 
 
 def test_weights_of_towers_come_from_the_hub(bert, monkeypatch, tmp_path):

@@ -1,7 +1,8 @@
 """Weights of open_clip models: which file --pretrained names, and how it is loaded."""
 
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE, find_weights
 from leanclip.models.untrusted import check_weights
 
 PREPROCESS_FIELDS = {field.name for field in fields(PreprocessCfg)}
+SHOWN = 3  # parameters in a message
 
 
 def pretrained_weights(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
@@ -112,12 +114,28 @@ def load_weights(clip: Any, path: Path, name: str, config: dict[str, Any]) -> No
     try:
         open_clip.load_checkpoint(clip, str(path), weights_only=True)
     except Exception as error:  # of many types, with one remedy
-        remedy = (
-            f" ({' '.join(str(error).split())[:200] or type(error).__name__}); give the --model that they belong to"
-        )
-        if saved_config != config:
-            remedy = f"; use --model {named_architecture(saved, ())}"
-        raise UserError(f"{path} does not hold weights of {name}{remedy}", code="weights.other_model") from error
+        reason = some(_mismatches(str(error))) or " ".join(str(error).split())[:200] or type(error).__name__
+        other = saved_config != config
+        remedy = f"use --model {named_architecture(saved, ())}" if other else "give the --model that they belong to"
+        raise UserError(
+            f"{path} does not hold weights of {name} ({reason}); {remedy}", code="weights.other_model"
+        ) from error
+
+
+def some(differing: Sequence[str]) -> str:
+    """The first few, and how many more."""
+    more = f", and {len(differing) - SHOWN:,} more" if len(differing) > SHOWN else ""
+    return "; ".join(differing[:SHOWN]) + more
+
+
+def _mismatches(message: str) -> list[str]:
+    """Which parameters differ, by torch's error: what it compared is the state dict that open_clip had converted."""
+    shapes = re.findall(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\).*?Size\(\[(.*?)\]\)", message)
+    differing = [f"{name} is ({saved}) in the file and ({own}) in the model" for name, saved, own in shapes]
+    for kind, words in (("Missing", "is missing"), ("Unexpected", "is not in the model")):
+        for names in re.findall(rf"{kind} key\(s\) in state_dict: (.*)", message):
+            differing += [f"{name} {words}" for name in re.findall(r'"(.+?)"', names)]
+    return differing
 
 
 def _other_activation(weights: object, quick_gelu: bool, model: str) -> UserError:

@@ -12,9 +12,9 @@ from leanclip.models.open_clip_api import HUB, hub_file, open_clip, timm_setting
 from leanclip.models.saved import WEIGHTS_FILE
 from leanclip.models.towers.layers import PROJECTION, Side
 from leanclip.models.untrusted import check_weights
+from leanclip.models.weights import some
 
 FILES = (WEIGHTS_FILE, "model.safetensors", "open_clip_pytorch_model.bin", "pytorch_model.bin")
-SHOWN = 3  # parameters in a message
 
 
 def load_tower(clip: Any, side: Side, source: str) -> bool:
@@ -97,8 +97,6 @@ def _check(target: nn.Module, weights: dict[str, Tensor], optional: set[str], pa
     differing += [f"{name} is missing" for name in shapes if name not in weights and name not in optional]
     differing += [f"{name} is not in the tower" for name in weights if name not in shapes]
     if differing:
-        more = f", and {len(differing) - SHOWN:,} more" if len(differing) > SHOWN else ""
         raise UserError(
-            f"{path} does not hold weights of this {side} tower: {'; '.join(differing[:SHOWN])}{more}",
-            code="weights.other_model",
+            f"{path} does not hold weights of this {side} tower: {some(differing)}", code="weights.other_model"
         )
