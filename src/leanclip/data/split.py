@@ -45,11 +45,12 @@ def split(source: Source, share: float, seed: int, *, count: int, version: int) 
         raise UserError(
             f"--val-split {share}: the images are too few, or all the same; give --val-data", code="data.empty_split"
         )
+    copies = int(np.isin(equal[0], visits.held_out_ids).sum())
     message = (
-        f"--val-split: {equal.shape[1]:,} samples have the image of another one and stay on its side (only images"
-        f" with the size of a held-out one were compared); {len(visits.held_out_ids):,} samples are held out"
+        f"--val-split: no image is on both sides; of {len(visits.held_out_ids):,} held-out samples {copies:,}"
+        " have the image of another one"
     )
-    return Split(visits, visits.held_out_ids, (message,))
+    return Split(visits, visits.held_out_ids, (message,) if copies else ())
 
 
 def _split_shards(source: Shards, held_out: int, seed: int, count: int) -> Split:
