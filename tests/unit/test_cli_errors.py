@@ -64,7 +64,7 @@ def test_refusals_of_the_command_line(arguments, code, capsys, tmp_path, monkeyp
     [
         (["trian"], ["did you mean train?"]),
         (train("--modle", "RN50"), ["did you mean --model?"]),
-        (train("--learning-rate", "3"), ["did you mean --lr?"]),
+        (train("--learning-rate", "1e-3"), ["unknown flag --learning-rate; did you mean --lr?"]),
         (["train", "--recipe", "dem"], ["demo"]),
         (train("--model", "ViT-B-23"), ["ViT-B-23", "ViT-B-32"]),
         (train("--model", "nope"), ["nearest: nllb-clip-base"]),

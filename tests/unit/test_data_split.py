@@ -91,6 +91,10 @@ def test_no_image_is_on_both_sides(tmp_path):
         images = [data.train.source.image_bytes(index) for index in val.ids.tolist()]
         assert len(set(images)) == len(images)
         grouped += bool(data.messages)
+        images = [data.train.source.image_bytes(index) for index in val.ids.tolist()]
+        copies = sum(images.index(image) != number for number, image in enumerate(images))
+        said = f"of {len(images)} held-out samples {copies} have the image of another one"
+        assert (said in " ".join(data.messages)) == (copies > 0)
         again, _ = open_validation(config, seed=number, manifest=data.train.source.manifest())
         assert again is not None and again.ids.tolist() == val.ids.tolist()
     assert grouped > 150

@@ -4,6 +4,7 @@ import json
 import shlex
 
 import pytest
+from shard_files import picture, write_shard
 from test_cli_errors import refusal
 from test_locked_towers import COCA
 from test_names import SHORT, finishes
@@ -206,8 +207,15 @@ def test_captions_that_the_model_cuts_off_are_counted(tmp_path, capsys):
 def test_small_runs_are_described_as_they_are(tmp_path, capsys):
     flags = command(tmp_path, "--name", "x", "--train-data", "synthetic:40", "--val-split", "0.2", "--workers", "0")
     lines = facts(finishes([*flags, "--max-steps", "4", "--warmup", "1", "--dry-run"], capsys))
-    assert lines["data"].endswith("40 samples, 8 of them held out") and "after 1 step of" in lines["optimizer"]
+    assert (
+        lines["data"].endswith("40 samples, each an image with 1 caption, 8 held out")
+        and "after 1 step of" in lines["optimizer"]
+    )
     assert lines["expected"].endswith(" s or more")
     assert lines["steps"].endswith("evaluation at the end, checkpoint at the end")
+    files = {f"{n}.jpg": picture(n) for n in range(9)} | {f"{n}.json": b'{"captions": ["a", "b"]}' for n in range(9)}
+    shard = write_shard(tmp_path / "a.tar", dict(sorted(files.items())))
+    several = command(tmp_path, "--name", "z", "--train-data", str(shard), "--dry-run")
+    assert facts(finishes(several, capsys))["data"].endswith("9 samples in 1 file, each an image with 2 captions")
     given = command(tmp_path, "--name", "y", "--train-data", "synthetic:40", "--workers", "0", "--dry-run")
     assert "no evaluation, checkpoint" in facts(finishes(given, capsys))["steps"]

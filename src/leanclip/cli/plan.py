@@ -21,7 +21,7 @@ from leanclip.planning.gpu_model import GPUS, GpuModel, gpu_named
 from leanclip.planning.network import NETWORKS, Network
 from leanclip.planning.planner import LEAST_SHARE, USABLE, Option, Planner, proposed_batch, share_of
 from leanclip.planning.step_prediction import PARTS, loss_memory
-from leanclip.planning.step_trace import UNTRACED
+from leanclip.planning.step_trace import UNTRACED, uncollected, with_room
 from leanclip.progress import make_console
 from leanclip.recipes import settings_below
 from leanclip.runs import TrainConfig
@@ -84,6 +84,8 @@ class PlanCommand:
             raise ValueError(f"--caption-length is {self.caption_length}; it must be at least 3")
 
 
+@with_room
+@uncollected()
 def run(arguments: list[str]) -> None:
     command = parse(
         PlanCommand,

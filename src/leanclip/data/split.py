@@ -52,10 +52,10 @@ def split(source: Source, share: float, seed: int, *, count: int, version: int) 
         )
     copies = np.intersect1d(equal[0], visits.held_out_ids)
     message = (
-        f"--val-split: {len(visits.held_out_ids):,} samples are held out; {len(copies):,} of them are copies of"
-        " another one's image and are not evaluated (held_out.csv in the run directory lists all)"
+        f"--val-split: no image is on both sides; {len(copies):,} of {len(visits.held_out_ids):,} held-out samples"
+        " have the image of another one and are not evaluated (held_out.csv in the run directory lists all)"
     )
-    return Split(visits, visits.held_out_ids, (message,), copies)
+    return Split(visits, visits.held_out_ids, (message,) if len(copies) else (), copies)
 
 
 def _split_shards(source: Shards, held_out: int, seed: int, count: int) -> Split:

@@ -177,23 +177,24 @@ class Planner:
     def largest_batch(self, config: TrainConfig) -> int:
         """The largest global batch, of the data's samples at most, that fits in micro-batches; 0 for none.
 
-        Micro-batches take at most half of the free memory. Lines through the last two traces lead to the result.
+        Micro-batches take at most half of the free memory. Lines through the last two shares lead to the result; the
+        first of them starts at what an empty batch would need.
         """
         fixed, activations = self._memory_of_a_sample(config)
         small = (size for size in MICRO_BATCHES if 2 * size * activations <= self.room - fixed)
         micro = config.parallel.micro_batch or next(small, MICRO_BATCHES[-1])
         most = max(1, min(self.samples // self.ranks, MOST_SHARE))
         unit = min(UNIT, most)
-        last, share, needed = 0, unit, {0: 0}
-        while share not in needed and len(needed) <= MOST_TRACES:
+        share = share_of(config, self.ranks)
+        pixels = max(1.0, 2 * self.step(config, share).memory["batch"] / share)  # in this batch and the next
+        needed = {0: fixed + micro * activations}
+        last, line = 0, (self.room - needed[0]) / pixels
+        while (share := max(unit, min(int(line), most) // unit * unit)) not in needed and len(needed) <= MOST_TRACES:
             data = replace(config.data, global_batch_size=share * self.ranks)
-            step = self.step(replace(config, data=data), micro)
-            needed[share] = step.needed
-            # The first slope is that of the pixels: the batch's and those of the next one.
-            grown = needed[share] - needed[last] if last else 2 * step.memory["batch"]
-            line = share + (self.room - step.needed) * (share - last) / max(1, grown)
-            last, share = share, max(unit, min(int(line), most) // unit * unit)
-        return max(size for size, memory in needed.items() if memory <= self.room) * self.ranks
+            needed[share] = self.step(replace(config, data=data), micro).needed
+            slope = max(pixels, (needed[share] - needed[last]) / (share - last))
+            last, line = share, share + (self.room - needed[share]) / slope
+        return max((size for size, memory in needed.items() if memory <= self.room), default=0) * self.ranks
 
 
 def _recomputing(config: TrainConfig, blocks: bool | int) -> TrainConfig:

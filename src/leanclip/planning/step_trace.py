@@ -9,8 +9,8 @@ import contextlib
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ UNTRACED = (
 CPU = torch.device("cpu")  # of all fake tensors
 ROUND = 512  # bytes: PyTorch's allocator gives no less
 M = TypeVar("M", bound=nn.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MATRIX = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 ATTENTION = (
@@ -288,6 +290,20 @@ def uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+def with_room(function: Callable[P, R]) -> Callable[P, R]:
+    """The function below a frame that takes 2 MiB of Python's stack, in whose piece of memory all deeper calls fit.
+
+    Python maps and unmaps a new piece of 16 KiB in every call that crosses the end of one. A trace crosses one so
+    often, 120,000 times for RN101, that it took a tenth of the time.
+    """
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_stacksize=1 << 18)
+    return call
 
 
 def faked(module: M, trace: Trace, part: str, dtype: torch.dtype | None = None) -> M:

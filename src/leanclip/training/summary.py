@@ -19,7 +19,7 @@ from leanclip.training.setup import Job
 
 SHOWN, COLUMNS = 16, 4
 CELL, GAP = 224, 12  # pixels
-SAMPLED, SAMPLING_SECONDS, HARDLY_ANY = 300, 2.0, 0.01  # samples whose captions are measured; a share of them
+SAMPLED, SAMPLING_SECONDS, HARDLY_ANY = 300, 2.0, 0.01  # samples whose captions are read; a share of these
 FONT_SIZE, CAPTION_WIDTH, CAPTION_LINES = 16, 26, 4  # pixels, characters
 
 
@@ -28,10 +28,11 @@ def summary(job: Job, directory: RunDirectory) -> list[str]:
     config, context, decoder = job.config, job.context, job.model.untrained_decoder
     evaluated = job.data.val is not None or job.zero_shot
     evaluation = f"evaluation {_every(config.run.eval_every, job.steps)}" if evaluated else "no evaluation"
+    sampled = _sampled_captions(job)
     facts = {
         "run": f"{config.run.name}, written to {directory.path}",
-        "data": _data(job),
-        "captions": _captions(job),
+        "data": _data(job, sampled),
+        "captions": _captions(job, sampled),
         "held out": f"{len(job.data.val):,} samples" if job.data.val else "none",
         "model": config.model.title,
         **{f"{tower.side} tower": str(tower).partition(": ")[2] for tower in job.model.summary()},
@@ -52,30 +53,36 @@ def summary(job: Job, directory: RunDirectory) -> list[str]:
     return [f"{name + ':':<12} {fact}" for name, fact in facts.items() if fact]
 
 
-def _data(job: Job) -> str:
-    train = job.data.train
-    names, files = job.config.data.train_data or "the bundled emoji", train.source.manifest()
-    val = job.data.val
-    held_out = len(val) + len(val.copies) if val and val.source is train.source else 0
-    held = f", {held_out:,} of them held out" if held_out else ""
-    visits = f", {len(train):,} visits an epoch" if len(train) != len(train.source) - held_out else ""
-    within = f" in {_count(len(files), 'file')}" if files else ""
-    return f"{names}: {len(train.source):,} samples{within}{held}{visits}"
-
-
-def _captions(job: Job) -> str:
-    """How many captions of a sample the model truncates, or have several lines; empty if hardly any."""
-    source, tokenizer = job.data.train.source, job.model.tokenizer
-    context = tokenizer([""]).shape[1]
+def _sampled_captions(job: Job) -> list[list[str]]:
+    """The captions of a few samples."""
+    source, sampled = job.data.train.source, []
     ends = time.monotonic() + SAMPLING_SECONDS
-    lengths, several_lines = list[int](), 0
     for index in random.Random(0).sample(range(len(source)), min(len(source), SAMPLED)):
         if time.monotonic() > ends:  # remote data
             break
         with contextlib.suppress(BrokenSample):
-            captions = source.captions(index)
-            lengths += [token_count(tokenizer, caption) for caption in captions]
-            several_lines += sum("\n" in caption for caption in captions)
+            sampled.append(source.captions(index))
+    return sampled
+
+
+def _data(job: Job, sampled: list[list[str]]) -> str:
+    """A sample is an image with its captions."""
+    train, val, counts = job.data.train, job.data.val, [len(captions) for captions in sampled]
+    names, files = job.config.data.train_data or "the bundled emoji", train.source.manifest()
+    mean = sum(counts) / max(1, len(counts))
+    captions = _count(counts[0], "caption") if len({*counts}) == 1 else f"{mean:.1f} captions on average"
+    held_out = len(val) + len(val.copies) if val and val.source is train.source else 0
+    held = f", {held_out:,} held out" if held_out else ""
+    visits = f", {len(train):,} visits an epoch" if len(train) != len(train.source) - held_out else ""
+    within = f" in {_count(len(files), 'file')}" if files else ""
+    return f"{names}: {len(train.source):,} samples{within}, each an image with {captions}{held}{visits}"
+
+
+def _captions(job: Job, sampled: list[list[str]]) -> str:
+    """How many of the captions the model truncates, or have several lines; empty if hardly any."""
+    context = job.model.tokenizer([""]).shape[1]
+    lengths = [token_count(job.model.tokenizer, caption) for captions in sampled for caption in captions]
+    several_lines = sum("\n" in caption for captions in sampled for caption in captions)
     longer = sum(length > context for length in lengths)
     facts = {
         f"are longer than the {context} tokens that the model reads (up to {max(lengths, default=0)}): the rest is"
