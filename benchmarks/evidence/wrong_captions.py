@@ -42,7 +42,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -348,14 +348,16 @@ def due(phase: str, done: Done) -> list[Trial]:
     return [trial for trial in dict.fromkeys(trials) if trial not in done]
 
 
-def run_phase(phase: str, inputs: Inputs, pool: ProcessPoolExecutor, until: float) -> None:
-    """All trials of a phase, those that follow from others' results as soon as these are there."""
-    running: dict[Future[dict[str, Any]], Trial] = {}
+def run_all(
+    trials_due: Callable[[], list[Any]], submit: Callable[[Any], Future[dict[str, Any]]], file: Path, until: float
+) -> None:
+    """All trials that are due, those that follow from others' results as soon as these are there."""
+    running: dict[Future[dict[str, Any]], Any] = {}
     while True:
         if time.monotonic() < until:
-            for trial in due(phase, stored()):
+            for trial in trials_due():
                 if trial not in running.values():
-                    running[pool.submit(run, trial, inputs)] = trial
+                    running[submit(trial)] = trial
         if not running:
             return
         for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -364,7 +366,7 @@ def run_phase(phase: str, inputs: Inputs, pool: ProcessPoolExecutor, until: floa
                 print(f"{trial} failed: {error!r}", flush=True)
                 running.clear()
                 raise SystemExit(1)
-            append(FILE, future.result())
+            append(file, future.result())
         if time.monotonic() >= until:
             for future in [future for future in running if future.cancel()]:
                 del running[future]
@@ -398,7 +400,9 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
         for phase in options.phase:
-            run_phase(phase, inputs, pool, until)
+            run_all(
+                lambda phase=phase: due(phase, stored()), lambda trial: pool.submit(run, trial, inputs), FILE, until
+            )
             print(f"{phase}: {len(stored())} rows, {len(due(phase, stored()))} trials left", flush=True)
 
 

@@ -12,6 +12,7 @@ import timm
 import torch
 import wrong_captions
 import wrong_captions_report
+import wrong_captions_trained
 from measurements import rows
 from safetensors.torch import save_file
 from shard_files import picture, sound, write_shard
@@ -53,7 +54,7 @@ def photos(tmp_path, monkeypatch):
     (folder / "cifar10" / "classnames.txt").write_text("cat\ndog")
     monkeypatch.setenv("LEANCLIP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    for study in (fine_tuning, wrong_captions):
+    for study in (fine_tuning, wrong_captions, wrong_captions_trained):
         monkeypatch.setattr(study, "ProcessPoolExecutor", InProcess)
     return folder
 
@@ -99,10 +100,9 @@ def test_fine_tuning(photos, weights, bert, tmp_path, monkeypatch):
     assert file.with_suffix(".svg").exists()
 
 
-def test_wrong_captions_over_batches_and_other_losses(photos, weights, bert, tmp_path, monkeypatch):
-    """From the stored search; its rows are those that the committed file goes on with."""
-    file = tmp_path / "rows.csv"
-    shutil.copy(wrong_captions.FILE, file)
+@pytest.fixture
+def small_settings(weights, bert, monkeypatch):
+    """The settings of the study of wrong captions, for few samples and toy towers."""
     settings = wrong_captions.Inputs.settings
 
     def small(inputs, trial):
@@ -110,6 +110,28 @@ def test_wrong_captions_over_batches_and_other_losses(photos, weights, bert, tmp
         return settings(inputs, trial) | few | towers(weights, bert)
 
     monkeypatch.setattr(wrong_captions.Inputs, "settings", small)
+
+
+@pytest.mark.parametrize(
+    ("start", "arm"), [pytest.param("towers", "v1-auto", marks=pytest.mark.slow), ("scratch", "v3")]
+)
+def test_wrong_captions_with_all_weights(start, arm, photos, small_settings, tmp_path, monkeypatch):
+    file, train = tmp_path / "rows.csv", leanclip.train
+    few: dict[str, Any] = {"max_steps": 9, "global_batch_size": 16, "warmup": 0, "workers": 0, "device": "cpu"}
+    monkeypatch.setattr(leanclip, "train", lambda **settings: train(**settings | few))
+    changed = {"FILE": file, "ARMS": (arm,), "SHARES": (0.2,), "SEEDS": (301,)}
+    for name, value in changed.items():
+        monkeypatch.setattr(wrong_captions_trained, name, value)
+    run(wrong_captions_trained, monkeypatch, photos, "image", "text", "--start", start)
+    stored = rows(file)
+    assert [row["phase"] for row in stored] == ["search"] * 3 + ["compare"]
+    assert all(bool(row["auroc"]) == (arm == "v1-auto") for row in stored)
+
+
+def test_wrong_captions_over_batches_and_other_losses(photos, small_settings, tmp_path, monkeypatch):
+    """From the stored search; its rows are those that the committed file goes on with."""
+    file = tmp_path / "rows.csv"
+    shutil.copy(wrong_captions.FILE, file)
     changed = SimpleNamespace(
         FILE=file, BATCH_ARMS=("v1-auto",), OTHERS=("v2",), BATCHES=(64,), SEEDS=(301,), MOST_RATE_EXTENSIONS=0
     )
