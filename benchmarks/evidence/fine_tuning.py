@@ -15,7 +15,7 @@ Kept and gained: heads trained on COCO alone, then all weights fine-tuned on Fli
 at the rate chosen above; Flickr8k test and COCO val at interpolation weights 0, 0.25, 0.5, 0.75, 1, seed 301.
 Timed: the first heads run and a second one are alone on the GPU; all other runs share it, their seconds say nothing.
 
-    python benchmarks/evidence/fine_tuning.py DATA WEIGHTS
+    python benchmarks/evidence/fine_tuning.py DATA WEIGHTS  # again after a stop: what has no row yet
 """
 
 import argparse
@@ -23,6 +23,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -164,6 +165,11 @@ def chosen(method: str) -> float:
     return float(max(found, key=lambda r: float(r["mean10"]))["rate"])
 
 
+def stored() -> Counter[Trial]:
+    """The trials that have rows, and how many."""
+    return Counter(Trial(r["phase"], r["method"], float(r["rate"]), int(r["seed"])) for r in rows(FILE))
+
+
 def record(trials: Iterable[Trial], inputs: Inputs, pool: ProcessPoolExecutor) -> None:
     for future in as_completed([pool.submit(run, trial, inputs) for trial in trials]):
         for line in future.result():
@@ -224,16 +230,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         inputs = Inputs(options.data, options.weights, Path(folder))
         with ProcessPoolExecutor(1, mp_context=context) as alone:
-            for _ in range(2):
-                record([Trial("timed", "heads", 0.0, SEEDS[0])], inputs, alone)
+            timed = Trial("timed", "heads", 0.0, SEEDS[0])
+            for _ in range(2 - stored()[timed]):
+                record([timed], inputs, alone)
         with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
             search = [
                 Trial("search", name, rate, SEARCH_SEED) for name, (_, rates) in RATES.items() for rate in rates
             ]
             heads = [Trial("compare", "heads", 0.0, seed) for seed in SEEDS]
-            record([*search, *heads], inputs, pool)
+            record((trial for trial in (*search, *heads) if trial not in stored()), inputs, pool)
             rest = [Trial("compare", method, chosen(method), seed) for seed in SEEDS for method in RATES]
-            record([Trial("between", "finetune", chosen("finetune"), SEEDS[0]), *rest], inputs, pool)
+            between = Trial("between", "finetune", chosen("finetune"), SEEDS[0])
+            record((trial for trial in (between, *rest) if trial not in stored()), inputs, pool)
 
 
 if __name__ == "__main__":
