@@ -84,9 +84,9 @@ def test_mistakes_are_user_errors(trained, settings):
 def test_load_takes_what_evaluate_takes(trained, tmp_path, small_model):
     from leanclip.cli import main
 
-    for name in ("mine.safetensors", "mine.pt"):
+    for source, name in ((trained.directory, "mine.safetensors"), (tmp_path / "mine.safetensors", "mine.pt")):
         with pytest.raises(SystemExit):
-            main(["export", str(trained.directory), str(tmp_path / name)])
+            main(["export", str(source), str(tmp_path / name)])
     expected = trained.model.encode_text(trained.model.tokenizer(["a cat"]))
     data = {"val_data": (str(BUNDLED / "val-000000.tar"),), "device": "cpu"}
     (figures,) = leanclip.evaluate(trained, **data)

@@ -198,7 +198,9 @@ def test_refusals_write_nothing(tmp_path, capsys, monkeypatch):
     over = ["--format", "transformers", "--overwrite"]
     assert refused(capsys, resnet, out, *over) == "export.unsupported_model"
     assert refused(capsys, resnet, out) == "export.bad_suffix"
-    assert refused(capsys, resnet / "open_clip_model.safetensors", "x.pt") == "export.missing_model"
+    alone = (resnet / "open_clip_model.safetensors").rename(resnet / "alone.safetensors")
+    assert refused(capsys, alone, "x.pt") == "export.missing_model"
+    alone.rename(resnet / "open_clip_model.safetensors")
     assert refused(capsys, resnet, "x.pt", "--model", "RN50") == "export.unexpected_model"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
     file = tmp_path / "file.pt"

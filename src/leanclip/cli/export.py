@@ -10,7 +10,7 @@ from leanclip.cli.parse import parse
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically, writing
 from leanclip.inference import SavedModel, find_start, find_weights_directory, interpolated
-from leanclip.models import ModelConfig, TwoTower, create_model, load_model
+from leanclip.models import ModelConfig, TwoTower, config_of_file, create_model, load_model
 from leanclip.models.export import export_onnx, export_open_clip, export_transformers
 from leanclip.models.towers.adapter_file import ADAPTER_FILE, merge_adapters
 from leanclip.progress import make_console
@@ -41,7 +41,7 @@ No network or account is needed.
 @dataclass(frozen=True, kw_only=True)
 class ExportCommand:
     checkpoint: str
-    """A run (its last checkpoint), a checkpoint directory, or a weights file together with --model."""
+    """A run (its last checkpoint), a checkpoint directory, an exported file, or any weights file with --model."""
     out: str
     """The file or directory to write."""
     format: Literal["open_clip", "transformers", "onnx", "lora"] = "open_clip"
@@ -117,18 +117,18 @@ def _copy_adapters(checkpoint: Path, out: Path) -> None:
 
 
 def _find_weights(source: Path, model: str | None) -> Path:
-    """A weights file if --model is given, else a checkpoint directory."""
+    """A weights file, or a checkpoint directory. Either records its architecture, or --model gives it."""
     if not source.exists():
         raise UserError(f"no such run, checkpoint or weights file: {source}", code="checkpoint.not_found")
-    if source.is_file() == (model is not None):
-        return source if source.is_file() else find_weights_directory(source)
-    if source.is_file():
+    if not source.is_file() and model is not None:
+        raise UserError(
+            f"--model is for a weights file; {source} records its architecture", code="export.unexpected_model"
+        )
+    if source.is_file() and model is None and config_of_file(source) is None:
         raise UserError(
             f"{source} holds weights only; give their architecture with --model", code="export.missing_model"
         )
-    raise UserError(
-        f"--model is for a weights file; {source} records its architecture", code="export.unexpected_model"
-    )
+    return source if source.is_file() else find_weights_directory(source)
 
 
 def _check_target(out: Path, command: ExportCommand) -> None:

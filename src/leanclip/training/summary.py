@@ -14,6 +14,7 @@ from torch import Tensor
 from leanclip.data import Batch, BrokenSample
 from leanclip.filesystem import atomic_path, writing
 from leanclip.models.tokenizer import token_count
+from leanclip.runs.metrics import memory
 from leanclip.runs.run_directory import RunDirectory, environment
 from leanclip.training.setup import Job
 
@@ -109,8 +110,10 @@ def _expected(job: Job) -> str:
     seconds, peak = job.seconds_per_step, job.peak_bytes
     left = job.steps - job.position.step
     hours = "" if seconds is None or not left else _duration(seconds * left)
-    memory = "" if peak is None else f"{peak / 2**30:,.1f} GiB"
-    return ", ".join(text for text in (hours, memory) if text)
+    held = "" if peak is None else f"{peak / 2**30:,.1f} GiB"
+    if job.device.type == "cpu":
+        held = "".join(f"{gib:.1f} GiB or more" for gib in memory(job.device).values())
+    return ", ".join(text for text in (hours, held) if text)
 
 
 def _duration(seconds: float) -> str:
