@@ -23,7 +23,7 @@ COMMON = {"eps": 1e-14, "gamma_schedule": "constant", "gamma_min": 0.25}
 # In the interpreter, float32 only: the `triton` cases run in a process of their own.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CASES = [("triton", torch.float32, 1e-4)] if INTERPRETED else [
-    ("reference", torch.float64, 1e-13), ("tiled", torch.float64, 1e-13)
+    ("reference", torch.float64, 1e-14), ("tiled", torch.float64, 1e-14)
 ]  # fmt: skip
 
 
@@ -62,8 +62,10 @@ def stored_names(version, step):
 def test_agrees_with_the_published_code(version, implementation, dtype, tolerance):
     names = set()
     for step, name, ours, published in replay(version, implementation, dtype):
-        error = (ours - published).abs().max() / published.abs().max()
-        assert error <= tolerance, (step, name, float(error))
+        # v3's gradient of the temperature is a difference of nearly equal sums, known to 1e-15.
+        allowed = max(tolerance * float(published.abs().max()), 1e-15)
+        error = float((ours - published).abs().max())
+        assert error <= allowed, (step, name, error, allowed)
         names.add(name)
     temperature = {"v2": {"tau_image", "tau_text"}, "v1": set()}.get(version, {"grad_log_inv_tau"})
     assert names == {"grad_image", "grad_text", "log_u_image", "log_u_text"} | temperature
