@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shard_files import exit_code, picture, sound, tokenizer, write_shard
+from shard_files import picture, sound, tokenizer, write_shard
 from torch.utils.data._utils import signal_handling
 
 from leanclip.data import Batch, BrokenCount, DataConfig, Shards, TrainingLoader, open_datasets, open_validation
 from leanclip.data.batch import MAX_PICKLED_BYTES
 from leanclip.data.decode import TrainingTransform
 from leanclip.distributed import Ranks
-from refusal import refusal_code, refuses
+from refusal import exit_code, refusal_code, refuses
 
 BATCH, EPOCHS, SEED = 12, 3, 5
 BROKEN_IDS = (3, 40, 41)
@@ -172,24 +172,11 @@ FLAGS = (
 ).split()
 
 
-def test_losses_do_not_depend_on_workers_or_resuming(data, tmp_path):
-    common = ["--train-data", data, "--logs", tmp_path, *FLAGS]
-    assert train(*common, "--name", "whole", "--workers", 0, "--save-every", 1, "--keep-last", 0) == 0
-    whole = logged(tmp_path / "whole")
-    assert len(whole) == 18 and whole[18]["broken_image"] >= 6
-    for name, step, workers in (("a", 4, 1), ("b", 11, 3)):
-        checkpoint = tmp_path / "whole" / "checkpoints" / f"step_{step:08d}"
-        assert train(*common, "--name", name, "--workers", workers, "--resume", checkpoint) == 0
-        parts = logged(tmp_path / name)
-        assert sorted(parts) == list(range(step + 1, 19))
-        assert all(parts[number]["loss"] == whole[number]["loss"] for number in parts)
-
-
 def test_training_stops_at_max_broken(data, tmp_path, capsys):
     common = ["--train-data", data, "--logs", tmp_path, *FLAGS, "--workers", 0]
     assert train(*common, "--name", "strict", "--max-broken", 0) == 2
     error = capsys.readouterr().err
-    assert refusal_code(error) == "data.too_many_broken" and "--max-broken 0 (1 image)" in error
+    assert refusal_code(error) == "data.too_many_broken" and "broken (1 image), more than --max-broken 0," in error
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ def test_a_resumed_run_keeps_its_threads(free_threads, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     job = job_of(tmp_path, resume="auto")
-    assert job.threads == torch.get_num_threads() == 2 and not job.notes
+    assert job.threads == torch.get_num_threads() == 2 and "2, as the run began with" in str(job.notes)
     assert "--threads 1, the run has 2" in job_of(tmp_path, resume="auto", threads=1).notes[0]
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # another machine
     assert job_of(tmp_path, resume="auto").threads == 1
