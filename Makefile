@@ -39,7 +39,7 @@ wheel: $(READY_DEV) ## Build the wheel, install it into an empty environment and
 	cd build && wheel-test/bin/leanclip train --recipe demo --max-steps 10 --name wheel --overwrite
 
 bench: $(READY_DEV) ## The benchmarks that a CPU can run; the results go to benchmarks/results
-	$(BIN)/python benchmarks/bench_losses_on_emoji.py
+	$(BIN)/python benchmarks/bench_data.py --skip-index
 
 clean: ## Remove the environment, caches and logs
 	rm -rf .venv build dist logs .pytest_cache .ruff_cache .hypothesis .coverage src/*.egg-info

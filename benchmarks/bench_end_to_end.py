@@ -13,7 +13,6 @@ used up. Rows go to benchmarks/results/end_to_end.csv.
 """
 
 import argparse
-import csv
 import datetime
 import io
 import itertools
@@ -32,6 +31,7 @@ import bench_step
 import torch
 from bench_data import photograph
 from PIL import Image
+from steps import WORDS, append_rows, device_name
 
 import leanclip
 from leanclip.data import DataConfig, TrainingLoader, open_datasets, training_transform
@@ -40,12 +40,6 @@ from leanclip.models import ModelConfig, create_model
 from leanclip.worker_pool import Tick, run_tasks
 
 RESULTS = Path(__file__).parent / "results" / "end_to_end.csv"
-FIELDS = (
-    "date", "version", "torch", "device", "cores", "model", "batch", "compile", "workers", "jpeg",
-    "kilobytes_per_jpeg", "loader_per_second", "step_per_second", "train_per_second", "share_of_smaller", "data_wait",
-    "decode", "different",
-)  # fmt: skip
-WORDS = "a photograph of two small brown dogs that play with an old red ball on the wet green grass"
 REPEATS = 16  # visits of every sample in an epoch, which is to be longer than a measurement
 
 
@@ -168,16 +162,11 @@ def main() -> None:
                 row = measured(pattern, model, arguments, cores, decode, alone, folder) | {
                     "date": datetime.date.today().isoformat(), "version": leanclip.__version__,
                     "torch": torch.__version__, "cores": cores, "model": model, "batch": arguments.batch,
-                    "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "workers": cores,
+                    "device": device_name(), "workers": cores,
                     "jpeg": "x".join(map(str, arguments.size)), "kilobytes_per_jpeg": round(size, 1),
                     "compile": arguments.compile, "decode": decode, "different": len(jpegs),
                 }  # fmt: skip
-                new = not arguments.output.exists()
-                with arguments.output.open("a", newline="") as file:
-                    writer = csv.DictWriter(file, FIELDS)
-                    if new:
-                        writer.writeheader()
-                    writer.writerow(row)  # pyright: ignore[reportArgumentType]
+                append_rows(arguments.output, [row])
             os.sched_setaffinity(0, every_core)
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from steps import append_rows
 
 import leanclip
 from leanclip.errors import first_line
@@ -190,7 +191,7 @@ def bench(args: argparse.Namespace) -> None:
             print(f"{loss:12s} {provider:20s} B={batch:<7d} d={dim:<5d} {times['median_ms']} ms, {ratio}x floor,"
                   f" queued {times['queued_ms']} ms, {times['extra_mib']} MiB", flush=True)  # fmt: skip
             if not args.quick:
-                append(facts | key | times | {"floor_ms": round(floor, 4), "times_floor": ratio}, args.output)
+                append_rows(args.output, [facts | key | times | {"floor_ms": round(floor, 4), "times_floor": ratio}])
 
 
 def check_requirements(args: argparse.Namespace) -> bool:
@@ -286,16 +287,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def append(row: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -136,15 +136,13 @@ def predict(case: Case, gpu: GpuModel) -> tuple[float, float]:
 
 
 def synthetic(model: TwoTower, batch: int, device: torch.device) -> Batch:
-    size = model.preprocess.size
-    height, width = (size, size) if isinstance(size, int) else size
     tokens = model.tokenizer(["a"]).expand(batch, -1).contiguous()
     lengths = caption_lengths(batch, CAPTION, tokens.shape[1])
     place = torch.arange(tokens.shape[1])
     tokens = torch.randint(1, 40_000, tokens.shape) * (place < lengths[:, None])
     tokens[place == lengths[:, None] - 1] = 49_407
     return Batch(
-        images=torch.randint(256, (batch, 3, height, width), dtype=torch.uint8, device=device),
+        images=torch.randint(256, (batch, 3, *model.image_size), dtype=torch.uint8, device=device),
         tokens=tokens.to(device),
         sample_ids=torch.arange(batch),
         lengths=lengths,

@@ -13,7 +13,6 @@ over the rate of a large bf16 matrix product measured in the same run, and over 
 """
 
 import argparse
-import csv
 import datetime
 import gc
 import json
@@ -21,23 +20,22 @@ import math
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import open_clip
 import torch
+from steps import append_rows, device_name, step_context, synchronize
 
 import leanclip
 from leanclip.data import Batch
-from leanclip.losses.pair_weights import Mode as PairWeightsMode
+from leanclip.losses.pair_weights import Mode
 from leanclip.models import ModelConfig, create_model
-from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.planning.gpu_measurement import matrix_rate
 from leanclip.training.cuda_graph import CudaGraphs
 from leanclip.training.model_setup import cuda_graph_pays
 from leanclip.training.step import training_step
-from leanclip.training.step_context import StepContext
 
 RESULTS = Path(__file__).parent / "results" / "step.csv"
 NOMINAL = 989e12
@@ -51,11 +49,6 @@ TINY = {
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "patch_size": 8},
     "text_cfg": {"context_length": 77, "vocab_size": 997, "width": 64, "heads": 1, "layers": 2},
 }
-FIELDS = (
-    "date", "version", "torch", "device", "case", "provider", "loss", "batch", "tokens_per_caption",
-    "samples_per_second", "ms_per_step", "peak_gib", "first_step_s", "gflop_per_sample", "mfu_measured",
-    "mfu_nominal", "matmul_tflops",
-)  # fmt: skip
 BATCHES = 3  # of captions, which take turns: their packed sizes differ
 
 
@@ -118,10 +111,6 @@ def _transformer(width: int, layers: int, tokens: float, pairs: float) -> float:
     return layers * (24 * width**2 * tokens + 4 * width * pairs)
 
 
-def autocast_on(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-
-
 def open_clip_step(case: Case, data: Data, *, compiled: bool) -> Step:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +127,7 @@ def open_clip_step(case: Case, data: Data, *, compiled: bool) -> Step:
     optimizer = torch.optim.AdamW(groups, lr=1e-5, betas=(0.9, 0.98), eps=1e-6)
     call = torch.compile(clip) if compiled else clip
     images = data.pixels.float().div_(255).sub_(0.45).div_(0.27)
-    autocast = autocast_on(data.device)
+    autocast = torch.autocast(data.device.type, torch.bfloat16, enabled=data.device.type == "cuda")
 
     def step(number: int) -> None:
         with autocast:
@@ -153,26 +142,17 @@ def open_clip_step(case: Case, data: Data, *, compiled: bool) -> Step:
     return step
 
 
-def leanclip_step(
-    case: Case, data: Data, loss_name: str, *, compiled: bool, pair_weights: PairWeightsMode = "off"
-) -> Step:
+def leanclip_step(case: Case, data: Data, loss_name: str, *, compiled: bool, pair_weights: Mode = "off") -> Step:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         model = create_model(ModelConfig(model=_model_file(case, Path(folder)))).to(data.device).train()
-    samples = None if loss_name == "infonce" and pair_weights == "off" else 100 * case.batch
-    loss = leanclip.create_loss(loss_name, num_samples=samples, pair_weights=pair_weights).to(data.device)
-    loss.set_epoch(0, 1)
-    optim = OptimConfig(lr=1e-5, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6)
-    optimizer = create_optimizer(optim, [*weight_decay_groups(model, 0.1), *loss.param_groups()])
-    autocast = autocast_on(data.device)
-    cuda_graphs = None
+    context = step_context(
+        model, loss_name, batch=case.batch, samples=100 * case.batch, device=data.device, pair_weights=pair_weights
+    )
     if compiled and data.device.type == "cuda":
         model.compile_towers()
-        cuda_graphs = CudaGraphs(model, autocast) if cuda_graph_pays(model, case.batch) else None
-    context = StepContext(
-        towers=model, loss=loss, optimizer=optimizer, global_batch=case.batch, autocast=autocast,
-        cuda_graphs=cuda_graphs,
-    )  # fmt: skip
+        if cuda_graph_pays(model, case.batch):
+            context = replace(context, cuda_graphs=CudaGraphs(model, context.autocast))
     ids = torch.arange(case.batch)
     batches = [
         Batch(images=data.pixels, tokens=tokens, sample_ids=ids, lengths=lengths)
@@ -209,20 +189,15 @@ def _model_file(case: Case, folder: Path) -> str:
     return str(path)
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def measure(step: Step, device: torch.device, *, seconds: float) -> dict[str, float]:
     """The first step alone; then each set of captions twice; then steps for about `seconds`."""
 
     def timed(count: int) -> float:
-        wait(device)
+        synchronize(device)
         began = time.perf_counter()
         for number in range(count):
             step(number % BATCHES)
-        wait(device)
+        synchronize(device)
         return (time.perf_counter() - began) / count
 
     first = timed(1)
@@ -249,7 +224,7 @@ def row_of(case: Case, provider: str, device: torch.device, rate: float, seconds
     work = data.operations()
     return figures | {
         "date": datetime.date.today().isoformat(), "version": leanclip.__version__, "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "device": device_name(),
         "case": case.name, "provider": provider, "batch": case.batch,
         "loss": "fastclip-v3" if "fastclip" in provider else "infonce",
         "tokens_per_caption": round(data.mean_length, 2), "samples_per_second": round(per_second, 1),
@@ -280,7 +255,6 @@ def main() -> None:
         arguments.provider = ["leanclip", "leanclip fastclip-v3", "open_clip"]
     rate = matrix_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     print(f"large matrix product: {rate / 1e12:.1f} TFLOP/s")
-    new = arguments.quick or not arguments.output.exists()
     for case in cases:
         for provider in arguments.provider:
             try:
@@ -297,12 +271,7 @@ def main() -> None:
                 flush=True,
             )
             if not arguments.quick:
-                with arguments.output.open("a", newline="") as file:
-                    writer = csv.DictWriter(file, FIELDS)
-                    if new:
-                        writer.writeheader()
-                    writer.writerow(row)  # pyright: ignore[reportArgumentType]
-                new = False
+                append_rows(arguments.output, [row])
 
 
 if __name__ == "__main__":

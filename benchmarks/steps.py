@@ -9,6 +9,7 @@ import torch
 
 import leanclip
 from leanclip.data import Batch
+from leanclip.losses.pair_weights import Mode
 from leanclip.models import TwoTower
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.training.step_context import StepContext
@@ -18,22 +19,28 @@ WORDS = "a photograph of two small brown dogs that play with an old red ball on 
 
 def synthetic_batch(model: TwoTower, batch: int, device: torch.device) -> Batch:
     """uint8 pixels, and captions of 8 to 23 tokens, padded."""
-    size = model.preprocess.size
-    height, width = (size, size) if isinstance(size, int) else size
     captions = model.tokenizer([" ".join(WORDS.split()[: 6 + number % 14]) for number in range(28)])
     return Batch(
-        images=torch.randint(256, (batch, 3, height, width), dtype=torch.uint8, device=device),
+        images=torch.randint(256, (batch, 3, *model.image_size), dtype=torch.uint8, device=device),
         tokens=captions.to(device)[torch.arange(batch, device=device) % len(captions)],
         sample_ids=torch.arange(batch),
     )
 
 
 def step_context(
-    model: TwoTower, loss_name: str, *, batch: int, samples: int, device: torch.device, micro_batches: int = 1
+    model: TwoTower,
+    loss_name: str,
+    *,
+    batch: int,
+    samples: int,
+    device: torch.device,
+    micro_batches: int = 1,
+    pair_weights: Mode = "off",
 ) -> StepContext:
     """AdamW, and bf16 autocast on CUDA."""
-    without_state = loss_name in ("infonce", "siglip")
-    loss = leanclip.create_loss(loss_name, num_samples=None if without_state else samples).to(device)
+    without_state = loss_name in ("infonce", "siglip") and pair_weights == "off"
+    num_samples = None if without_state else samples
+    loss = leanclip.create_loss(loss_name, num_samples=num_samples, pair_weights=pair_weights).to(device)
     loss.set_epoch(1, 4)
     config = OptimConfig(lr=1e-5, wd=0.1, beta1=0.9, beta2=0.98, eps_opt=1e-6)
     return StepContext(
@@ -56,11 +63,11 @@ def device_name() -> str:
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """All with the same fields, which the first row of the file names."""
-    new = not path.exists()
+    """All with the same fields, in the order of the file's first line."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    first_line = path.read_text().partition("\n")[0].strip() if path.exists() else ""
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        if new:
+        writer = csv.DictWriter(file, first_line.split(",") if first_line else list(rows[0]), lineterminator="\n")
+        if not first_line:
             writer.writeheader()
         writer.writerows(rows)

@@ -1,11 +1,31 @@
-"""Assertions on the errors that users see: by code, so that the wording can improve."""
+"""Commands, and assertions on the errors that users see: by code, so that the wording can improve."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
+from leanclip.cli import main
 from leanclip.errors import UserError
+
+
+def exit_code(*arguments: object) -> int:
+    """Of a leanclip command."""
+    with pytest.raises(SystemExit) as stop:
+        main([str(argument) for argument in arguments])
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
+
+
+def refusal(arguments: Iterable[object], capsys: pytest.CaptureFixture[str]) -> str:
+    """The line that the command prints on stderr before it exits with code 2."""
+    capsys.readouterr()
+    code, captured = exit_code(*arguments), capsys.readouterr()
+    assert code == 2, captured
+    # On a busy machine a second line may say that an index is being made.
+    lines = [line for line in captured.err.strip().splitlines() if not line.startswith("indexing ")]
+    assert len(lines) == 1, lines
+    return lines[0]
 
 
 @contextmanager

@@ -29,6 +29,8 @@ from refusal import refuses
 
 triton = pytest.importorskip("triton")
 
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}  # of a block, in bytes
+
 
 @pytest.mark.parametrize("kernels", ["ops", "losses", "attention", "resize"])
 def test_the_kernels_pass_in_the_interpreter(kernels: str):
@@ -133,8 +135,6 @@ def test_the_scalar_kernels_compile(compiled: Any, capability: int):
 @pytest.mark.parametrize("compute", [_infonce, _own_temperatures, _siglip, _weighted_siglip])
 @pytest.mark.parametrize(("capability", "dense"), [(80, False), (86, False), (89, True), (90, False), (90, True)])
 def test_the_kernels_compile_within_shared_memory(compiled: Any, capability: int, dense: bool, compute: Any):
-    from leanclip.ops.triton.configs import SHARED_MEMORY
-
     kernels = compiled(capability, compute, dense)
     assert kernels
     for kernel in kernels:

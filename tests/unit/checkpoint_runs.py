@@ -2,15 +2,14 @@
 
 import json
 
-import pytest
 import torch
 
 from leanclip.checkpointing.storage import StoredTensors
-from leanclip.cli import main
 from leanclip.config import override
 from leanclip.data.datasets import BUNDLED
 from leanclip.runs import TrainConfig
 from leanclip.training import set_up
+from refusal import exit_code
 
 TINY = {
     "embed_dim": 16,
@@ -40,14 +39,8 @@ def arguments(folder, **changed):
     return words
 
 
-def leanclip(*words):
-    with pytest.raises(SystemExit) as stop:
-        main([str(word) for word in words])
-    return stop.value.code
-
-
 def train(folder, **changed):
-    return leanclip(*arguments(folder, **changed))
+    return exit_code(*arguments(folder, **changed))
 
 
 def names(folder):

@@ -5,19 +5,17 @@ import pytest
 import torch
 from checkpoint_runs import SMALL, train
 
+from refusal import exit_code
+
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory):
     """A run on the bundled emoji that has just begun to learn: its model tells images and texts apart."""
-    from leanclip.cli import main
-
     logs = tmp_path_factory.mktemp("logs")
     (logs / "small.json").write_text(json.dumps(SMALL))
     flags = ["--model", str(logs / "small.json"), "--batch-size", "32", "--max-steps", "15", "--eval-every", "0"]
-    with pytest.raises(SystemExit) as stop:
-        main(["train", "--recipe", "demo", "--name", "small", "--logs", str(logs), "--workers", "0",
-              "--device", "cpu", *flags])  # fmt: skip
-    assert stop.value.code == 0
+    flags += ["--logs", logs, "--workers", 0, "--device", "cpu"]
+    assert exit_code("train", "--recipe", "demo", "--name", "small", *flags) == 0
     return logs / "small"
 
 

@@ -139,11 +139,11 @@ def limits() -> Iterator[None]:
 
 
 def samples(source: Source | Packable) -> tuple[Hashable, ...]:
-    """Every sample of a source: its image and captions, or the kind of damage under which it is counted."""
-    return tuple(
-        (_part(source.image_bytes, index), _part(lambda index: tuple(source.captions(index)), index))
-        for index in range(len(source))
-    )
+    """Every sample of a source: what packing reads of it, or the kind of damage under which it is counted."""
+    reads = [source.image_bytes, lambda index: tuple(source.captions(index))]
+    if isinstance(source, Packable):
+        reads.append(lambda index: str(source.fields(index)))
+    return tuple(tuple(_part(read, index) for read in reads) for index in range(len(source)))
 
 
 def _part(read: Callable[[int], Hashable], index: int) -> Hashable:

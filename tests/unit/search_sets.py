@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from shard_files import exit_code, write_shard
+from shard_files import write_shard
+
+from refusal import exit_code
 
 SCRIPT = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 FIRST, SECOND = "000.tar", "<b>one.tar"

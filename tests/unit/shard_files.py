@@ -5,17 +5,7 @@ import json
 import tarfile
 
 import numpy as np
-import pytest
 from PIL import Image
-
-
-def exit_code(*arguments):
-    """Of a leanclip command."""
-    from leanclip.cli import main
-
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    return stop.value.code
 
 
 def write_shard(path, samples):

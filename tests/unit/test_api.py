@@ -12,7 +12,7 @@ from leanclip.data.datasets import BUNDLED
 from leanclip.models import ModelConfig, create_model
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.runs.defaults import fill
-from refusal import refuses
+from refusal import exit_code, refuses
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +40,8 @@ def test_train_returns_directory_metrics_and_model(trained, settings, capsys):
 def test_evaluate_gives_the_figures_of_the_command(trained, tmp_path):
     results = leanclip.evaluate(trained, device="cpu")
     assert {result.kind for result in results} == {"retrieval", "zero-shot"}
-    from leanclip.cli import main
 
-    with pytest.raises(SystemExit):
-        main(["evaluate", str(trained.directory), "--device", "cpu", "--json", str(tmp_path / "figures.json")])
+    exit_code("evaluate", str(trained.directory), "--device", "cpu", "--json", str(tmp_path / "figures.json"))
     figures = json.loads((tmp_path / "figures.json").read_text())
     by_name = {name: entry["metrics"] for name, entry in figures["sets"].items()}
     assert {result.name: dict(result.metrics) for result in results} == by_name
@@ -82,11 +80,9 @@ def test_mistakes_are_user_errors(trained, settings):
 
 
 def test_load_takes_what_evaluate_takes(trained, tmp_path, small_model):
-    from leanclip.cli import main
 
     for source, name in ((trained.directory, "mine.safetensors"), (tmp_path / "mine.safetensors", "mine.pt")):
-        with pytest.raises(SystemExit):
-            main(["export", str(source), str(tmp_path / name)])
+        exit_code("export", str(source), str(tmp_path / name))
     expected = trained.model.encode_text(trained.model.tokenizer(["a cat"]))
     data = {"val_data": (str(BUNDLED / "val-000000.tar"),), "device": "cpu"}
     (figures,) = leanclip.evaluate(trained, **data)

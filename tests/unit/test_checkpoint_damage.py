@@ -1,21 +1,19 @@
 """Damaged and hostile checkpoints are refused, and none of their files can run code."""
 
 import hashlib
-import io
 import json
 import math
-import os
 import pickle
 import shutil
 
 import pytest
-import torch
-from checkpoint_runs import VALUES, equal, job_of, leanclip, names, saved_tensors, train
+from checkpoint_runs import VALUES, equal, job_of, names, saved_tensors, train
+from test_safety import plain_pickle, torch_zip
 
 from leanclip.checkpointing.resume import SavedRun, find_checkpoint
 from leanclip.checkpointing.storage import HASHES_FILE, verify
 from leanclip.errors import UserError
-from refusal import refusal_code, refuses
+from refusal import exit_code, refusal_code, refuses
 
 
 def test_a_damaged_checkpoint_is_refused(run, capsys):
@@ -38,51 +36,34 @@ def test_missing_and_extra_files_are_refused(run):
         verify(checkpoint)
 
 
-class Payload:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
-
-
-def malicious(marker, form):
-    """Bytes that make a directory when they are unpickled."""
-    if form == "pickle":
-        return pickle.dumps(Payload(marker))
-    stream = io.BytesIO()
-    torch.save({"state_dict": Payload(marker)}, stream)
-    return stream.getvalue()
-
-
 PLANTED = {
-    "state": "torch", "state.json": "pickle", "open_clip_model.safetensors": "torch",
-    "open_clip_config.json": "pickle", "hashes.json": "pickle", "README.md": "pickle", "config.toml": "pickle",
-    ".metadata": "pickle", "state/.metadata": "pickle", "training.pt": "torch",
+    "state": torch_zip, "open_clip_model.safetensors": torch_zip, "training.pt": torch_zip,
+    **dict.fromkeys(("state.json", "open_clip_config.json", "hashes.json", "README.md", "config.toml"), plain_pickle),
+    **dict.fromkeys((".metadata", "state/.metadata"), plain_pickle),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("file", "form"), PLANTED.items())
-def test_code_in_a_file_of_a_checkpoint_never_runs(file, form, run, tmp_path, capsys):
+@pytest.mark.parametrize("file", PLANTED)
+def test_code_in_a_file_of_a_checkpoint_never_runs(file, run, tmp_path, capsys):
     """Without and with the hash of the planted file in the list."""
     marker = tmp_path / "marker"
     checkpoint = run / "logs/run/checkpoints/step_00000008"
     path = next((checkpoint / "state").glob("*.safetensors")) if file == "state" else checkpoint / file
-    path.write_bytes(malicious(marker, form))
+    path.write_bytes(PLANTED[file](marker))
     assert train(run, resume="auto", max_steps=9) == 0  # from the one before, or from this one without that file
     shutil.rmtree(run / "logs/run/checkpoints/step_00000009")
     if file != "hashes.json":
         _accept(checkpoint, path)
         train(run, resume=checkpoint, max_steps=9)
     for command in ("evaluate", "export"):
-        leanclip(
+        exit_code(
             command,
             checkpoint,
             *([tmp_path / "out"] if command == "export" else ["--val-data", VALUES["train_data"]]),
         )
     train(run, pretrained=checkpoint, name="new", max_steps=1)
     assert not marker.exists()
-    pickle.loads(malicious(marker, "pickle"))  # the payload works
+    pickle.loads(plain_pickle(marker))  # the payload works
     assert marker.exists()
 
 

@@ -10,19 +10,7 @@ from shard_files import picture
 
 from leanclip.cli import COMMANDS, main
 from leanclip.data.datasets import BUNDLED
-from refusal import refusal_code
-
-
-def refusal(arguments, capsys):
-    """The line that the command prints on stderr before it exits with code 2."""
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    captured = capsys.readouterr()
-    assert stop.value.code == 2, captured
-    # On a busy machine a second line may say that an index is being made.
-    lines = [line for line in captured.err.strip().splitlines() if not line.startswith("indexing ")]
-    assert len(lines) == 1, lines
-    return lines[0]
+from refusal import exit_code, refusal, refusal_code
 
 
 def train(*arguments):
@@ -137,9 +125,7 @@ def test_a_broken_sample_is_one_line_from_a_worker_too(workers, capsys, tmp_path
 
 def test_a_checkpoint_of_another_model(capsys, tmp_path):
     arguments = ["--logs", str(tmp_path), "--max-steps", "1", "--batch-size", "4", "--eval-every", "0"]
-    with pytest.raises(SystemExit) as stop:
-        main(train("--name", "one", *arguments))
-    assert stop.value.code == 0
+    assert exit_code(*train("--name", "one", *arguments)) == 0
     capsys.readouterr()
     weights = tmp_path / "one/checkpoints/last/open_clip_model.safetensors"
     line = refusal(train("--name", "two", "--model", "RN50", "--pretrained", str(weights)), capsys)
@@ -152,9 +138,7 @@ def test_a_checkpoint_of_another_model(capsys, tmp_path):
         train("--name", "two", "--model", own, "--pretrained", str(weights), *arguments),
         [*finetune, "--name", "three", *arguments],  # a run brings its model
     ):
-        with pytest.raises(SystemExit) as stop:
-            main(command)
-        assert stop.value.code == 0
+        assert exit_code(*command) == 0
     capsys.readouterr()
     for given in (tmp_path / "one", weights):
         line = refusal(train("--name", "four", "--pretrained", str(given), "--force-quick-gelu"), capsys)
@@ -196,9 +180,7 @@ def test_overwrite_spares_what_is_not_a_run(capsys, tmp_path):
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_teaches(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([*command.split(), "--help"])
-    assert stop.value.code == 0
+    assert exit_code(*command.split(), "--help") == 0
     shown = capsys.readouterr().out
     assert "leanclip" in shown and len(shown.splitlines()) > 5
 
@@ -216,10 +198,9 @@ def test_a_reader_that_has_enough_is_no_error(command, buffer, capsys, monkeypat
     os.close(reading)
     with io.TextIOWrapper(os.fdopen(writing, "wb", buffer), write_through=not buffer) as output:
         monkeypatch.setattr(sys, "stdout", output)
-        with pytest.raises(SystemExit) as stop:
-            main(command.format(BUNDLED / "val-000000.tar").split())
+        code = exit_code(*command.format(BUNDLED / "val-000000.tar").split())
         output.write("what is left at the end")
-    assert (stop.value.code, capsys.readouterr().err) == (141, "")
+    assert (code, capsys.readouterr().err) == (141, "")
 
 
 def test_another_broken_pipe_is_an_error(monkeypatch):

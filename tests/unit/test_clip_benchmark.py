@@ -9,21 +9,14 @@ import time
 import pytest
 from evaluation_sets import emoji, write_captions, write_classes
 
-from leanclip.cli import main
 from leanclip.evaluation import clip_benchmark as suite
 from leanclip.evaluation.clip_benchmark import suite_sets
 from leanclip.progress import ACTIVITY
-from refusal import refusal_code, refuses
+from refusal import exit_code, refusal_code, refuses
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("clip_benchmark") is None, reason="clip_benchmark is not installed"
 )
-
-
-def evaluate(*arguments):
-    with pytest.raises(SystemExit) as stop:
-        main(["evaluate", *map(str, arguments), "--device", "cpu"])
-    return stop.value.code
 
 
 @pytest.mark.slow
@@ -34,7 +27,7 @@ def test_its_metrics_equal_those_of_leanclip(small_run, tmp_path):
     output = tmp_path / "metrics.json"
     ours = ["--zero-shot", tmp_path / "sets" / "groups", "--val-data", tmp_path / "sets" / "captions"]
     theirs = ["--suite", "clip_benchmark", "--suite-data", tmp_path / "sets", "--workers", 1, "--batch-size", 32]
-    assert evaluate(small_run, *ours, *theirs, "--json", output) == 0
+    assert exit_code("evaluate", "--device", "cpu", small_run, *ours, *theirs, "--json", output) == 0
     sets = json.loads(output.read_text())["sets"]
     for name, metrics in (
         ("groups", ["top1", "top5", "mean_per_class_recall"]),
@@ -88,5 +81,5 @@ def test_a_failure_is_one_line(small_run, tmp_path, capsys):
     write_captions(tmp_path / "captions", emoji(3))
     (tmp_path / "captions" / "test" / "0.tar").write_bytes(b"no tar")
     suite_data = ["--suite", "clip_benchmark", "--suite-data", tmp_path / "captions", "--workers", "0"]
-    assert evaluate(small_run, *suite_data) == 2
+    assert exit_code("evaluate", "--device", "cpu", small_run, *suite_data) == 2
     assert refusal_code(capsys.readouterr().err) == "suite.failed"

@@ -1,5 +1,4 @@
 import json
-import signal
 from dataclasses import fields
 
 import pytest
@@ -8,9 +7,8 @@ from leanclip.cli.train import parse_command
 from leanclip.config import TrainConfig, flatten, load_toml, override, save_toml
 from leanclip.losses import LOSSES, loss_from_config
 from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, model_config_of
-from leanclip.recipes import load_recipe
 from leanclip.runs.defaults import PUBLISHED, fill, interpolated
-from leanclip.training_run import repeatable, run_training
+from leanclip.training_run import repeatable
 from refusal import refuses
 
 
@@ -135,13 +133,3 @@ def test_weights_of_a_run_bring_their_model(tmp_path):
     assert model("plain", model="RN50") == "RN50"
     (tmp_path / "else").mkdir()
     assert model("else") == model("absent") == model("plain/run.json") == "ViT-B-32"
-
-
-def test_training_from_python_restores_signal_handlers(tmp_path, capsys):
-    values = {**load_recipe("demo"), "name": "run", "logs": str(tmp_path), "max_steps": 1, "warmup": 0, "workers": 0}
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = [signal.getsignal(number) for number in numbers]
-    finished = run_training(override(TrainConfig(), values | {"eval_every": 0}, "test"), quiet=True)
-    assert [signal.getsignal(number) for number in numbers] == before
-    assert finished.stopped is None and finished.checkpoint.is_dir()
-    assert finished.directory.path == tmp_path / "run" and capsys.readouterr().out == ""

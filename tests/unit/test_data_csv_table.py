@@ -12,7 +12,6 @@ from data_forms import PACKABLE, bundled, make_csv, write_images, write_table
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from shard_files import exit_code
 
 from leanclip.data import BrokenSample, DataConfig, Shards, open_source
 from leanclip.data.csv_table import SEPARATORS, Table
@@ -20,7 +19,7 @@ from leanclip.data.synthetic import Synthetic
 from leanclip.errors import UserError
 from leanclip.models import TokenCounter
 from leanclip.packing.folder import Folder
-from refusal import refusal_code, refuses
+from refusal import exit_code, refusal_code, refuses
 
 COUNT = 12
 

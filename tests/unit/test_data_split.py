@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from data_forms import write_table
 from pyarrow import parquet
-from shard_files import exit_code, picture, shard_bytes, sound, write_shard
+from shard_files import picture, shard_bytes, sound, write_shard
 
 from leanclip.data import DataConfig, Shards, open_validation, split
 from leanclip.data import datasets as data_sets
@@ -20,7 +20,7 @@ from leanclip.data.order import SplitVisits
 from leanclip.packing.coco import Coco
 from leanclip.packing.pack import PackConfig, pack
 from leanclip.packing.parquet import Parquet
-from refusal import refuses
+from refusal import exit_code, refuses
 
 IMAGES = [picture(number, size=(4, 4), kind="PNG") for number in range(12)]
 

@@ -11,11 +11,10 @@ import sys
 
 import pytest
 from evaluation_sets import emoji, write_captions, write_classes
-from shard_files import exit_code
 
 from leanclip.evaluation.datacomp import MEANS, TASKS, datacomp_sets, with_means
 from leanclip.evaluation.results import SetResult
-from refusal import refusal_code, refuses
+from refusal import exit_code, refusal_code, refuses
 
 needs_clip_benchmark = pytest.mark.skipif(
     importlib.util.find_spec("clip_benchmark") is None, reason="clip_benchmark is not installed"

@@ -5,15 +5,13 @@ import json
 import pytest
 
 import leanclip
-from leanclip.cli import main
+from refusal import exit_code
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def recall(tmp_path, *arguments):
-    with pytest.raises(SystemExit) as stop:
-        main(["train", "--recipe", "demo", "--name", "run", "--logs", str(tmp_path), *arguments])
-    assert stop.value.code == 0
+    assert exit_code("train", "--recipe", "demo", "--name", "run", "--logs", str(tmp_path), *arguments) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     last = {line["set"]: line["metrics"] for line in lines if line["kind"] == "eval"}
     assert last["emoji groups"]["top1"] > 0.27  # the largest group alone is 0.235

@@ -9,7 +9,7 @@ import pytest
 import torch
 from data_forms import make_csv, make_folder, write_images
 from safetensors.torch import load_file, save_file
-from shard_files import exit_code, picture, sound, write_shard
+from shard_files import picture, sound, write_shard
 
 import leanclip
 from leanclip.data import EvaluationTransform
@@ -18,7 +18,7 @@ from leanclip.models import WEIGHTS_FILE, TwoTower
 from leanclip.search.embed import place_of
 from leanclip.search.engine import open_engine
 from leanclip.search.store import EmbeddingStore, stored_key
-from refusal import refuses
+from refusal import exit_code, refuses
 
 
 def embed(model, data, out, *flags):

@@ -15,17 +15,14 @@ from evaluation_sets import emoji, write_captions, write_classes
 from shard_files import write_shard
 
 import leanclip
-from leanclip.cli import main
 from leanclip.data.datasets import BUNDLED
 from leanclip.evaluation import Embedded, retrieval_metrics
 from leanclip.evaluation.results import SetResult, cell
-from refusal import refusal_code
+from refusal import exit_code, refusal_code
 
 
 def evaluate(*arguments):
-    with pytest.raises(SystemExit) as stop:
-        main(["evaluate", *map(str, arguments), "--device", "cpu"])
-    return stop.value.code
+    return exit_code("evaluate", *arguments, "--device", "cpu")
 
 
 @pytest.fixture

@@ -11,13 +11,11 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from test_cli_errors import refusal
 
 import leanclip
-from leanclip.cli import main
 from leanclip.models import ModelConfig, create_model, model_config_of, transformers_clip
 from leanclip.models.transformers_clip import unsupported
-from refusal import refusal_code
+from refusal import exit_code, refusal, refusal_code
 
 ROOT = Path(__file__).parents[2]
 TEXT = {"context_length": 24, "vocab_size": 49408, "width": 64, "heads": 4, "layers": 2}
@@ -51,9 +49,7 @@ def checkpoint(directory, config):
 
 
 def export(*arguments):
-    with pytest.raises(SystemExit) as stop:
-        main(["export", *map(str, arguments)])
-    assert stop.value.code == 0
+    assert exit_code("export", *map(str, arguments)) == 0
 
 
 def modes(folder):

@@ -22,7 +22,6 @@ from leanclip.features.table import FeatureTable, copy_to_gpu
 
 NAMES = ("uncached", "cached", "fewer")
 WEIGHTS = []
-EMOJI = {"model": "leanclip-tiny", "pretrained": "emoji"}
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ from checkpoint_runs import TINY, train
 from data_forms import make_coco, make_csv, make_flickr_folder, make_listed_folder, make_parquet_bytes, make_tsv
 from file_fuzz import BINARY, Target, fuzz, samples
 from shard_files import sound, write_shard
+from test_report_comparison import zero_shot
+from test_report_pair_weights import suspects
 
 from leanclip.checkpointing.resume import SavedRun, find_checkpoint
 from leanclip.cli.train import parse_command
@@ -19,7 +21,7 @@ from leanclip.data import Shards, index
 from leanclip.data.csv_table import Table
 from leanclip.data.index import INDEX_NAME
 from leanclip.data.shards import load_manifest
-from leanclip.models import ModelConfig, create_model
+from leanclip.models import ModelConfig, check_vocabulary, create_model
 from leanclip.packing.coco import Coco
 from leanclip.packing.folder import Folder
 from leanclip.packing.parquet import Parquet
@@ -85,6 +87,8 @@ def checkpoint_state(folder, finished_run):
 def reported(name):
     def target(folder, finished_run):
         run = run_copy(finished_run, folder)
+        (run / "zero_shot.json").write_text(json.dumps(zero_shot(["cats", "dogs", "hats"])))
+        (run / "suspects.json").write_text(json.dumps(suspects(3)))
         assert (run / name).is_file(), sorted(path.name for path in run.iterdir())
         return Target(run / name, lambda: len(write_report(run).read_bytes()))
 
@@ -126,7 +130,8 @@ def model_config(folder, _):
 
     def build():
         model = create_model(ModelConfig(model=str(path)))
-        return sum(parameter.numel() for parameter in model.parameters())
+        check_vocabulary(model)
+        return model.encode_text(model.tokenizer(["a cat"])).shape, sum(p.numel() for p in model.parameters())
 
     return Target(path, build)
 
@@ -140,6 +145,8 @@ TARGETS = {
     "metrics.jsonl, reported": (reported("metrics.jsonl"), 250),
     "run.json": (reported("run.json"), 250),
     "panel.json": (reported("panel.json"), 250),
+    "zero_shot.json": (reported("zero_shot.json"), 250),
+    "suspects.json": (reported("suspects.json"), 250),
     "CSV": (csv_table, 500),
     "TSV": (tsv_table, 200),
     "captions.txt": (captions_list(make_flickr_folder, "captions.txt"), 400),

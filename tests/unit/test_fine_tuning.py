@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from checkpoint_runs import SMALL, steps_of_metrics, train
-from checkpoint_runs import leanclip as command
 from evaluation_sets import emoji
 from safetensors.torch import load_file
 from shard_files import write_shard
 
 import leanclip
 from leanclip.models.weights import interpolate
+from refusal import exit_code as command
 from refusal import refusal_code, refuses
 
 WEIGHTS = "open_clip_model.safetensors"

@@ -5,23 +5,20 @@ import shlex
 
 import pytest
 
-from leanclip.cli import main
 from leanclip.cli.evaluate import EvaluateCommand
 from leanclip.cli.flags import field_texts, sections_of
 from leanclip.cli.parse import typed_values
 from leanclip.cli.plan import PlanCommand
 from leanclip.cli.train import TrainCommand
 from leanclip.data import DataConfig
-from refusal import refusal_code
+from refusal import exit_code, refusal_code
 
 COMMANDS = {"train": TrainCommand, "plan": PlanCommand, "evaluate": EvaluateCommand}
 
 
 def shown(capsys, monkeypatch, *arguments, columns=100):
     monkeypatch.setenv("COLUMNS", str(columns))
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    assert stop.value.code == 0
+    assert exit_code(*arguments) == 0
     return capsys.readouterr().out
 
 
@@ -101,8 +98,6 @@ def test_help_of_positional_arguments(capsys, monkeypatch):
     ("command", "missing"), [("export", "CHECKPOINT, OUT"), ("evaluate", "CHECKPOINT"), ("data pack x", "OUT")]
 )
 def test_missing_arguments_are_named(capsys, command, missing):
-    with pytest.raises(SystemExit) as stop:
-        main(command.split())
-    assert stop.value.code == 2
+    assert exit_code(*command.split()) == 2
     line = capsys.readouterr().err
     assert refusal_code(line) == "cli.missing_argument" and f"missing: {missing} (" in line

@@ -46,8 +46,7 @@ def test_projections_of_locked_towers_are_trained(family, request):
     model.lock_image()
     model.lock_text()
     assert trained(model) == projections
-    size = model.preprocess.size
-    pixels = torch.randn(4, 3, *((size, size) if isinstance(size, int) else size))
+    pixels = torch.randn(4, 3, *model.image_size)
     tokens = model.tokenizer(["a cat", "two"] * 2) if family == "hugging face" else captions(4)
     model.train()
     first, second = model(pixels, tokens), model(pixels, tokens)

@@ -7,10 +7,8 @@ import open_clip
 import pytest
 import timm
 import torch
-from checkpoint_runs import leanclip as command
 from checkpoint_runs import train
 from safetensors.torch import load_file, save_file
-from test_cli_errors import refusal
 from timm.models.eva import EvaAttention
 from torch import nn
 from torch.nn import functional as F
@@ -22,7 +20,8 @@ from leanclip.models import ModelConfig, create_model
 from leanclip.models.blocks import Block
 from leanclip.models.towers.layers import BLOCK
 from leanclip.models.towers.lora import ADAPTED, A, B, add_adapters, is_adapter, merged
-from refusal import refusal_code, refuses
+from refusal import exit_code as command
+from refusal import refusal, refusal_code, refuses
 
 SIDES = ("image", "text")
 SQUARE = ({}, {"mlp_ratio": 1.0}, {"mlp_ratio": 1.0})  # every A can be square

@@ -5,22 +5,20 @@ import os
 from pathlib import Path
 
 import pytest
-from test_cli_errors import refusal, train
+from test_cli_errors import train
 
-from leanclip.cli import main
 from leanclip.config import TrainConfig, load_toml, override
 from leanclip.progress import make_console, progress_bar
-from refusal import refusal_code, refuses
+from refusal import exit_code, refusal, refusal_code, refuses
 
 SOURCE = Path(__file__).parents[2] / "src"
 SHORT = ["--max-steps", "1", "--warmup", "0", "--batch-size", "4", "--eval-every", "0", "--workers", "0"]
 
 
 def finishes(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
+    code = exit_code(*arguments)
     captured = capsys.readouterr()
-    assert stop.value.code == 0, captured.err
+    assert code == 0, captured.err
     return captured.out
 
 

@@ -3,7 +3,6 @@ import json
 import pytest
 import torch
 
-from leanclip.cli import main
 from leanclip.data import Batch
 from leanclip.errors import UserError
 from leanclip.losses import LossOutput
@@ -12,6 +11,7 @@ from leanclip.runs.metrics import finite
 from leanclip.training.nonfinite import NonFiniteSteps
 from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
+from refusal import exit_code
 
 
 def verdicts(policy, steps):
@@ -93,14 +93,11 @@ def test_the_exit_code_is_the_errors_own(monkeypatch, capsys):
         raise OwnError("a message")
 
     monkeypatch.setattr("leanclip.cli._run", fail)
-    with pytest.raises(SystemExit) as stop:
-        main(["train"])
-    assert stop.value.code == 4 and capsys.readouterr().err == "leanclip: a message\n"
+    assert exit_code("train") == 4 and capsys.readouterr().err == "leanclip: a message\n"
 
 
 @pytest.mark.parametrize("flags", [["--max-bad-steps", "0"], ["--ema", "1"], ["--ema", "0"], ["--ema", "-0.5"]])
 def test_invalid_settings_are_refused(flags, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["train", *flags])
+    code = exit_code("train", *flags)
     stderr = capsys.readouterr().err
-    assert stop.value.code == 2 and stderr.count("\n") == 1 and f"{flags[0]} is" in stderr
+    assert code == 2 and stderr.count("\n") == 1 and f"{flags[0]} is" in stderr

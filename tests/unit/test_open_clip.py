@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import leanclip
-from leanclip.cli import main
 from leanclip.data.datasets import BUNDLED
+from refusal import exit_code
 
 SIGLIP_STYLE = {
     "embed_dim": 192,
@@ -74,19 +74,18 @@ def test_a_checkpoint_loads_in_open_clip(model, loss, tmp_path):
         path = tmp_path / model
         path.write_text(json.dumps(SIGLIP_STYLE))
         model = str(path)
-    with pytest.raises(SystemExit) as stop:
-        main(
-            f"train --train-data {BUNDLED}/train-*.tar --model {model} --loss {loss} --max-steps 1 --batch-size 4"
-            " --warmup 0 --eval-every 0 --workers 0"
-            f" --val-split 0.002 --device cpu --lr 1e-4 --logs {tmp_path} --name run --log-every 1".split()
-        )
-    assert stop.value.code == 0
+    flags = (
+        f"--train-data {BUNDLED}/train-*.tar --model {model} --loss {loss} --max-steps 1 --batch-size 4 --warmup 0"
+        " --eval-every 0 --workers 0 --val-split 0.002 --device cpu --lr 1e-4 --name run --log-every 1"
+    )
+    assert exit_code("train", *flags.split(), "--logs", tmp_path) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "last"
     ours, _, tokenizer = leanclip.load(tmp_path / "run")
     torch.manual_seed(1)
-    size = ours.preprocess.size
-    pixels = (size, size) if isinstance(size, int) else size
-    inputs = {"images": torch.randn(3, 3, *pixels), "tokens": tokenizer(["a cat", "two dogs", "a red house"])}
+    inputs = {
+        "images": torch.randn(3, 3, *ours.image_size),
+        "tokens": tokenizer(["a cat", "two dogs", "a red house"]),
+    }
     torch.save(inputs, tmp_path / "inputs.pt")
     with torch.no_grad():
         image, text = ours(inputs["images"], inputs["tokens"])

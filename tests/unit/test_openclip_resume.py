@@ -11,11 +11,9 @@ import open_clip
 import pytest
 import torch
 from open_clip.loss import ClipLoss
-from test_cli_errors import refusal
 from test_openclip_flags import VIT
 
 from leanclip.checkpointing.openclip import OpenClipCheckpoint
-from leanclip.cli import main
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.train import parse_command
 from leanclip.data.datasets import BUNDLED
@@ -24,7 +22,7 @@ from leanclip.optim import scheduled, set_learning_rate
 from leanclip.optim.loss_scale import LossScale
 from leanclip.training import set_up
 from leanclip.training.step import training_step
-from refusal import refusal_code, refuses
+from refusal import exit_code, refusal, refusal_code, refuses
 
 DATA = str(BUNDLED / "train-000000.tar")
 # pandas is only for OpenCLIP's tables, and this run has none.
@@ -114,10 +112,10 @@ def test_the_next_step_equals_openclips(begun, tmp_path):
 
 
 def test_a_run_resumes_and_reports_what_it_loaded(begun, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(command(begun, tmp_path, "--epochs", "3", "--max-steps", "120", "--log-every", "2", "--eval-every", "0"))
+    few = ["--epochs", "3", "--max-steps", "120", "--log-every", "2", "--eval-every", "0"]
+    code = exit_code(*command(begun, tmp_path, *few))
     captured = capsys.readouterr()
-    assert stop.value.code == 0, captured.err
+    assert code == 0, captured.err
     shown = " ".join(captured.out.split())
     assert "the weights after epoch 2, the temperature, AdamW's state of 73 of 74 parameters" in shown
     assert "fastclip-v3 starts with new per-sample state" in shown
@@ -125,10 +123,8 @@ def test_a_run_resumes_and_reports_what_it_loaded(begun, tmp_path, capsys):
     steps = [line["step"] for line in lines if line["kind"] == "train"]
     assert steps == [116, 118, 120]  # two epochs of 57 were done
     # From here on it is a run like any other.
-    with pytest.raises(SystemExit) as stop:
-        main(["train", "--config", str(tmp_path / "on/config.toml"), "--name", "on", "--resume", "latest",
-              "--max-steps", "122", "--device", "cpu"])  # fmt: skip
-    assert stop.value.code == 0
+    again = ["--name", "on", "--resume", "latest", "--max-steps", "122", "--device", "cpu"]
+    assert exit_code("train", "--config", tmp_path / "on/config.toml", *again) == 0
 
 
 def test_a_file_saved_by_several_processes_and_with_a_loss_scale(begun, tmp_path):

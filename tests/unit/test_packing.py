@@ -17,7 +17,7 @@ from data_forms import bundled, make_coco, make_csv, make_folder, make_parquet_b
 from in_workers import die, square
 from PIL import Image
 from pyarrow import parquet
-from shard_files import exit_code, picture
+from shard_files import picture
 
 from leanclip.data import BrokenSample, Shards
 from leanclip.data.csv_table import Table
@@ -27,7 +27,7 @@ from leanclip.packing.folder import Folder
 from leanclip.packing.pack import PackConfig, pack
 from leanclip.packing.parquet import Parquet
 from leanclip.worker_pool import run_tasks
-from refusal import refusal_code, refuses
+from refusal import exit_code, refusal_code, refuses
 
 
 def command(*arguments):

@@ -5,14 +5,14 @@ import json
 import pytest
 from data_forms import bundled, make_csv, write_images, write_table
 from in_workers import count_words
-from shard_files import exit_code, picture, write_shard
+from shard_files import picture, write_shard
 
 from leanclip.data import DataConfig, Shards, open_source
 from leanclip.data.synthetic import Synthetic
 from leanclip.models import TokenCounter
 from leanclip.packing.check import check
 from leanclip.packing.pack import PackConfig, pack
-from refusal import refusal_code
+from refusal import exit_code, refusal_code
 
 
 def command(*arguments):

@@ -5,7 +5,6 @@ import json
 import pytest
 from checkpoint_runs import TINY
 
-from leanclip.cli import main
 from leanclip.cli.plan import PlanCommand, assumed_network, does_not_fit, duration, parse_count, resolved
 from leanclip.data import DataConfig
 from leanclip.models import ModelConfig
@@ -13,7 +12,7 @@ from leanclip.planning.gpu_model import gpu_named
 from leanclip.planning.network import NETWORKS
 from leanclip.planning.planner import Planner, proposed_batch
 from leanclip.runs.config import ParallelConfig, TrainConfig
-from refusal import refusal_code
+from refusal import exit_code, refusal_code
 
 
 @pytest.mark.parametrize(
@@ -33,10 +32,9 @@ def test_durations_of_short_runs(seconds, said):
 
 
 def plan(capsys, *flags):
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", *flags])
+    code = exit_code("plan", *flags)
     shown = capsys.readouterr()
-    return stop.value.code or 0, shown.out, shown.err
+    return code or 0, shown.out, shown.err
 
 
 def test_the_printed_command(capsys, small_model):

@@ -152,14 +152,12 @@ def test_memory_by_part():
     """Weights, gradients, AdamW's two moments and the tables follow from the model alone, on one rank and on many."""
     model = create_model(ModelConfig(model="leanclip-tiny"), shapes_only=True)
     weights = sum(p.nbytes for p in model.parameters())
-    size = model.preprocess.size
-    pixels = size**2 if isinstance(size, int) else math.prod(size)
     for ranks in (1, 4):
         found = predict_step(config_of(batch=64), samples=4_000_000, ranks=ranks)
         assert found.memory["weights"] == pytest.approx(weights, rel=0.01)
         assert found.memory["optimizer"] == pytest.approx(2 * weights, rel=0.02)
         assert found.memory["state tables"] == pytest.approx(2 * 4 * 4_000_000 / ranks, rel=0.01)
-        assert found.memory["batch"] == 64 // ranks * 3 * pixels
+        assert found.memory["batch"] == 64 // ranks * 3 * math.prod(model.image_size)
     assert found.memory["gradients"] >= weights * 0.99  # of several ranks: DDP's buckets stay
     split = predict_step(config_of(batch=64, fsdp=True), samples=4_000_000, ranks=4)
     assert split.memory["weights"] < 0.3 * found.memory["weights"]
@@ -344,17 +342,6 @@ def test_gpu_models():
     assert all(math.isfinite(time) for time in times) and min(times) == gpu_named("h200").seconds(big)
     with refuses("plan.unknown_gpu", "H300", "RTX4090"):
         gpu_named("H300")
-
-
-def test_the_accuracy_table_holds():
-    """benchmarks/results/plan.csv: memory within 8% and time within 20% in twelve cases or more, of many models."""
-    rows = rows_of("plan.csv")
-    for row in rows:
-        for what in ("gib", "seconds"):
-            error = float(row[f"predicted_{what}"]) / float(row[f"measured_{what}"]) - 1
-            assert error == pytest.approx(float(row["memory_error" if what == "gib" else "time_error"]), abs=0.03)
-    good = [row for row in rows if abs(float(row["memory_error"])) < 0.08 and abs(float(row["time_error"])) < 0.2]
-    assert len(good) >= 12 and len({row["model"] for row in good}) >= 4
 
 
 def test_a_prediction_of_the_accuracy_table():

@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 import pytest
 from safetensors.torch import load_file
-from shard_files import exit_code
 
 from leanclip.cli import main
 from leanclip.config import load_toml, override
@@ -16,7 +15,7 @@ from leanclip.losses import loss_from_config
 from leanclip.recipes import DIRECTORY, list_recipes, load_recipe
 from leanclip.runs import TrainConfig
 from leanclip.runs.defaults import PUBLISHED, fill
-from refusal import refusal_code
+from refusal import exit_code, refusal_code
 
 NAMES = [name for name, _ in list_recipes() if name != "demo"]
 PUBLISHED_NAMES = [name for name in NAMES if "/" in name]

@@ -369,21 +369,6 @@ def test_incomplete_last_line_is_ignored(tmp_path: Path):
     assert run.problems == ()
 
 
-def test_broken_line_in_the_middle_is_left_out_and_named(tmp_path: Path):
-    tail = '{"kind": "tr{"kind": "train", "step": 20}\n' + json.dumps(train_row(30)) + "\n"
-    run = write_run(tmp_path, [train_row(10)], tail=tail)
-    assert read_run(run).steps == [10, 30]
-    assert "unreadable lines of metrics.jsonl left out: 1" in page(run)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"step": 1}', '{"step": 1, "images": [{"image": ""}]}'])
-def test_broken_panel_is_left_out_and_named(tmp_path: Path, text: str):
-    run = write_run(tmp_path)
-    (run / "panel.json").write_text(text)
-    assert read_run(run).panel is None
-    assert "panel.json" in page(run)
-
-
 def test_later_lines_of_a_step_replace_earlier_ones(tmp_path: Path):
     rows = [train_row(10, loss=5.0), train_row(20, loss=4.0), eval_row(20, 0.2)]
     rows += [train_row(20, loss=3.0), train_row(15, loss=3.5), eval_row(20, 0.6)]

@@ -10,13 +10,12 @@ import pytest
 from test_report import eval_row, page, panel, picture, train_row, write_run
 
 from browser import inspect_page, needs_browser
-from leanclip.cli import main
 from leanclip.reporting import write_report
 from leanclip.reporting.comparison import differences, final_figures, names_of
 from leanclip.reporting.curves import compared_evaluations, histogram_charts, quantile, training_charts, x_axis
 from leanclip.reporting.report_sections import key_figures, tables
 from leanclip.reporting.run_reader import Histogram, read_run
-from refusal import refuses
+from refusal import exit_code, refuses
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
 
@@ -121,9 +120,7 @@ def test_runs_of_one_name_get_different_names(tmp_path: Path):
 
 def test_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     runs = [str(run) for run in three_runs(tmp_path)]
-    with pytest.raises(SystemExit) as stop:
-        main(["report", *runs])
-    assert stop.value.code == 0
+    assert exit_code("report", *runs) == 0
     assert f"report: {(tmp_path / 'comparison.html').resolve()}" in capsys.readouterr().out
     with refuses("report.too_many_runs", "11 runs"):
         write_report([Path(runs[0])] * 11)
@@ -178,15 +175,6 @@ def test_few_classes_are_a_whole_table_and_many_the_worst_of_it(tmp_path: Path):
     assert classified.recalls[0] == ("class 9", 0.0) and classified.confusions[0][:3] == ("class 9", "class 0", 50)
     assert "Lowest recall, of 1,000 classes" in page(run)
     assert len(page(run)) < 80_000
-
-
-@pytest.mark.parametrize(
-    "text", ["{", '{"sets": {"a": {"classnames": ["x"], "confusion": [[1, 2]]}}}', '{"sets": 3}']
-)
-def test_broken_zero_shot_is_left_out_and_named(tmp_path: Path, text: str):
-    run = write_run(tmp_path)
-    (run / "zero_shot.json").write_text(text)
-    assert read_run(run).zero_shot == () and "zero_shot.json" in page(run)
 
 
 def test_classification_and_memory_are_shown(tmp_path: Path):

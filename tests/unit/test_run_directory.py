@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import checkpoint_runs as runs
 import pytest
 
-from leanclip.cli import main
 from leanclip.runs import run_directory
 from leanclip.runs.run_directory import RunDirectory
-from refusal import refusal_code, refuses
+from refusal import exit_code, refusal_code, refuses
 
 FEW = ["--recipe", "demo", "--batch-size", "64", "--max-steps", "1", "--eval-every", "0", "--workers", "0"]
 TRIES = """
@@ -59,9 +58,7 @@ def holder(tmp_path, holder_of):
 
 
 def train(tmp_path, *more):
-    with pytest.raises(SystemExit) as stop:
-        main(["train", *FEW, "--logs", str(tmp_path), "--name", "run", *more])
-    return stop.value.code
+    return exit_code("train", *FEW, "--logs", str(tmp_path), "--name", "run", *more)
 
 
 @pytest.mark.parametrize("more", [[], ["--overwrite"], ["--resume", "auto"]])

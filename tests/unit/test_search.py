@@ -10,7 +10,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 from search_sets import FIRST, SCRIPT, SECOND, embed, image_of, write_hostile_shards
-from shard_files import exit_code
 
 from leanclip.search.data import Shard
 from leanclip.search.duplicates import PairSearch
@@ -18,7 +17,7 @@ from leanclip.search.engine import Engine, RequestError, open_engine
 from leanclip.search.index import ExactIndex, LargeIndex, open_index
 from leanclip.search.store import EmbeddingStore
 from leanclip.search.suspects import find_suspects
-from refusal import refusal_code, refuses
+from refusal import exit_code, refusal_code, refuses
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from search_sets import FIRST, SCRIPT, SECOND, embed, image_of, serving, write_hostile_shards
-from shard_files import exit_code
 
 from browser import needs_browser, open_browser
 from leanclip.data.datasets import BUNDLED
 from leanclip.search.duplicates import PairSearch
 from leanclip.search.engine import open_engine
+from refusal import exit_code
 
 pytestmark = [needs_browser, pytest.mark.timeout(180)]
 DROP = """async (bytes) => {

@@ -12,12 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from PIL import Image
 from search_sets import FIRST, SCRIPT, SECOND, embed, image_of, request, serving, write_hostile_shards
-from shard_files import exit_code
 
 from leanclip.search import server as server_module
 from leanclip.search.engine import open_engine
 from leanclip.search.server import MAX_UPLOAD_BYTES, SearchServer
-from refusal import refusal_code
+from refusal import exit_code, refusal_code
 
 SECRET = "the words of another file"
 

@@ -6,7 +6,6 @@ import shlex
 
 import pytest
 from shard_files import picture, write_shard
-from test_cli_errors import refusal
 from test_locked_towers import COCA
 from test_names import SHORT, finishes
 
@@ -15,7 +14,7 @@ from leanclip.config import TrainConfig, override
 from leanclip.recipes import load_recipe
 from leanclip.runs.defaults import fill
 from leanclip.training.model_setup import model_for_run
-from refusal import refusal_code
+from refusal import exit_code, refusal, refusal_code
 
 FACTS = [
     "run",
@@ -44,11 +43,9 @@ def facts(printed):
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    from leanclip.cli import main
 
     folder = tmp_path_factory.mktemp("start")
-    with pytest.raises(SystemExit):
-        main(command(folder, "--name", "start", "--loss", "infonce"))
+    exit_code(*command(folder, "--name", "start", "--loss", "infonce"))
     return folder / "start"
 
 

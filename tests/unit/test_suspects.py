@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from checkpoint_runs import SMALL, VALUES, leanclip, train
+from checkpoint_runs import SMALL, VALUES, train
 from shard_files import picture, sound, write_shard
 
 from browser import inspect_page, needs_browser
@@ -22,7 +22,7 @@ from leanclip.suspects import scores as scores_module
 from leanclip.suspects.find import Search, find_suspects
 from leanclip.suspects.scores import Scores, judge
 from leanclip.suspects.table import worst_first
-from refusal import refusal_code, refuses
+from refusal import exit_code, refusal_code, refuses
 
 HOSTILE = (
     "<script>alert('caption')</script>",
@@ -121,7 +121,7 @@ def test_parquet_holds_the_same_rows(run):
 
 
 def test_the_command_scores_a_run_without_a_table_and_writes_a_page(run, capsys):
-    assert leanclip("data", "suspects", run / "logs/plain", "--device", "cpu", "--shown", 5) in (0, None)
+    assert exit_code("data", "suspects", run / "logs/plain", "--device", "cpu", "--shown", 5) in (0, None)
     out = capsys.readouterr().out  # the model has seen three epochs of noise
     assert "scored by its model" in out and "cannot tell" in out and "look wrong" not in out
     assert len(rows_of(run / "logs/plain/suspects.csv")) == 40
@@ -196,7 +196,7 @@ def test_data_that_moved_are_one_line(run, tmp_path, capsys):
     config = tmp_path / "run/config.toml"
     config.write_text(config.read_text().replace(str(run / "data"), str(tmp_path / "data")))
     (tmp_path / "data/1.tar").rename(tmp_path / "1.tar")
-    assert leanclip("data", "suspects", tmp_path / "run", "--shown", 0) == 2
+    assert exit_code("data", "suspects", tmp_path / "run", "--shown", 0) == 2
     error = capsys.readouterr().err
     assert refusal_code(error) == "data.missing_shard" and len(error.strip().splitlines()) == 1
     (tmp_path / "1.tar").rename(tmp_path / "data/1.tar")
@@ -237,7 +237,7 @@ def test_a_pass_of_the_model_scores_each_caption(captions, tmp_path, capsys):
     settings = {"train_data": write_shard(tmp_path / "0.tar", files), "captions_per_sample": captions, "max_steps": 1}
     assert train(tmp_path, **settings) == 0
     expected = {(n, i) for n in range(20) for i in range(min(captions, 1 + n % 3))}
-    assert leanclip("data", "suspects", tmp_path / "logs/run", "--device", "cpu", "--shown", 5) in (0, None)
+    assert exit_code("data", "suspects", tmp_path / "logs/run", "--device", "cpu", "--shown", 5) in (0, None)
     assert f"{len(expected)} captions of 20 samples were scored by its model" in capsys.readouterr().out
     rows = rows_of(tmp_path / "logs/run/suspects.csv")
     assert {(int(row["id"]), int(row["numbers"].split()[0])) for row in rows} == expected and len(rows) == len(

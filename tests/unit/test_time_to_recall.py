@@ -30,29 +30,6 @@ def test_best_learning_rate_counts_at_the_first_epoch_that_reaches_the_target(tm
     ]
 
 
-def test_seeds_are_averaged_and_runs_below_the_target_are_counted(tmp_path):
-    path = tmp_path / "wall_clock.csv"
-    store(path, "open_clip", 1e-3, [40, 50], [0.1, 0.20], seed=0)
-    store(path, "open_clip", 1e-3, [42, 56], [0.22, 0.22], seed=1)  # at its own final recall after 42 s
-    store(path, "leanclip", 1e-3, [16, 20], [0.1, 0.21], seed=0)
-    store(path, "leanclip", 1e-3, [16, 24], [0.21, 0.22], seed=1)
-    store(path, "leanclip", 1e-3, [16, 24], [0.1, 0.209], seed=2)  # just below the mean of 20% and 22%
-    store(tmp_path / "second_race.csv", "open_clip", 1e-3, [20, 30], [0.01, 0.01])
-    table = report.line_table(path)
-    assert table.cell("open_clip infonce", "seconds") == "46.0 ± 5.7"
-    line = [
-        table.cell("leanclip infonce, 2 epochs", column) for column in ("reached by", "at epoch", "seconds", "ratio")
-    ]
-    assert line == ["2 of 3", "1, 2", "18.0 ± 2.8", "0.39"]
-    assert [row[1:] for row in report.check_table(path).rows] == [
-        ["3 of 3", "22.7 ± 2.3", "46.0 ± 5.7", "0.49"],  # whole runs
-        ["2 of 3", "18.0 ± 2.8", "42.0", "0.43"],  # open_clip's runs at the mean
-        ["1 of 3", "24.0", "42.0", "0.57"],  # open_clip's best run
-        ["2 of 3", "18.0 ± 2.8", "30.0", "0.60"],  # the fastest whole run of any file
-    ]
-    assert report.run_table(path).rows[0][-1] == "second_race.csv"
-
-
 def test_evaluations_are_left_out_of_the_seconds():
     times = [(10, 0), (15, 0), (30, 1), (32, 1), (50, 2), (52, 2)]  # begin and end, by epoch
     events = [{"at": 100.0 + at, "epoch": epoch, "text_to_image": 0.1, "image_to_text": 0.2} for at, epoch in times]

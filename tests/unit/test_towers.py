@@ -9,15 +9,14 @@ import open_clip
 import pytest
 import timm
 import torch
-from checkpoint_runs import leanclip as command
 from safetensors.torch import load_file, save_file
-from test_cli_errors import refusal
 
 import leanclip
 from leanclip.data.datasets import BUNDLED
 from leanclip.models import ModelConfig, create_model, load_model
 from leanclip.models.text_length import MOST_BUCKETS
-from refusal import refusal_code, refuses
+from refusal import exit_code as command
+from refusal import refusal, refusal_code, refuses
 
 TEXTS = ["a cat", "two", "a red dog a red dog", ""]
 TRAIN = ["train", "--train-data", BUNDLED / "val-*.tar", "--batch-size", "8", "--max-steps", "2", "--workers", "0",

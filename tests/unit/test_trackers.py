@@ -13,19 +13,16 @@ from histograms_worker import filled_loss, histograms
 from ranks_job import run_ranks
 
 import leanclip
-from leanclip.cli import main
 from leanclip.runs.config import RunConfig, tracker_names
 from leanclip.runs.histograms import state_histograms
 from leanclip.runs.trackers import check_trackers
-from refusal import refusal_code, refuses
+from refusal import exit_code, refusal_code, refuses
 
 FEW = ["--batch-size", "64", "--log-every", "1", "--eval-every", "0", "--workers", "0", "--warmup", "1"]
 
 
 def train(logs, name, *arguments):
-    with pytest.raises(SystemExit) as stop:
-        main(["train", "--recipe", "demo", "--logs", str(logs), "--name", name, *arguments])
-    assert stop.value.code == 0
+    assert exit_code("train", "--recipe", "demo", "--logs", logs, "--name", name, *arguments) == 0
     return logs / name
 
 
@@ -168,9 +165,9 @@ def test_a_wandb_that_does_not_start_is_reported_on_one_line(tmp_path, monkeypat
     without_login(tmp_path, monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "online")
     few = [*FEW, "--max-steps", "2"]
-    with pytest.raises(SystemExit) as stop:
-        main(["train", "--recipe", "demo", "--logs", str(tmp_path), "--name", "run", *few, "--report-to", "wandb"])
-    assert stop.value.code != 0
+    assert (
+        exit_code("train", "--recipe", "demo", "--logs", tmp_path, "--name", "run", *few, "--report-to", "wandb") != 0
+    )
     error = capsys.readouterr().err.strip()
     assert refusal_code(error) == "trackers.wandb" and "\n" not in error
     assert not (tmp_path / "run").exists()

@@ -8,15 +8,13 @@ from safetensors.torch import load_file
 
 import leanclip
 from browser import CHROMIUM, inspect_page
-from leanclip.cli import main
 from leanclip.data.datasets import BUNDLED
 from leanclip.training import set_up
+from refusal import exit_code
 
 
 def command(*arguments):
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    assert stop.value.code == 0
+    assert exit_code(*arguments) == 0
 
 
 def train(logs, name, *arguments):
@@ -33,12 +31,6 @@ def weights(run):
     return load_file(run / "checkpoints/last/open_clip_model.safetensors")
 
 
-def assert_same_weights(one, two):
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        assert torch.equal(value, two[name]), name
-
-
 def test_a_run_repeats_from_its_saved_toml(tmp_path):
     """100 steps with augmentation and 2 workers."""
     few = ["--max-steps", "100", "--batch-size", "16", "--log-every", "1", "--eval-every", "0", "--workers", "2"]
@@ -47,22 +39,7 @@ def test_a_run_repeats_from_its_saved_toml(tmp_path):
     second = tmp_path / "second"
     assert len(losses(first)) == 100
     assert losses(first) == losses(second)
-    assert_same_weights(weights(first), weights(second))
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    few = ["--batch-size", "64", "--log-every", "1", "--eval-every", "0", "--workers", "0", "--loss", "fastclip-v2"]
-    whole = train(tmp_path, "whole", *few, "--max-steps", "40", "--save-every", "30")
-    (whole / "checkpoints" / "last").unlink()
-    again = tmp_path / "again"
-    again.mkdir()
-    step = whole / "checkpoints" / "step_00000030"
-    train(tmp_path, "again", *few, "--max-steps", "40", "--resume", step)
-    assert set(losses(again)) == set(range(31, 41))
-    expected = {step: loss for step, loss in losses(whole).items() if step > 30}
-    assert losses(again) == expected
-    last = load_file(whole / "checkpoints/step_00000040/open_clip_model.safetensors")
-    assert_same_weights(last, weights(again))
+    torch.testing.assert_close(weights(first), weights(second), rtol=0, atol=0)
 
 
 def test_resume_latest_drops_damaged_lines_and_those_after_the_checkpoint(tmp_path):

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from leanclip.checkpointing.storage import StoredTensors
-from leanclip.cli import main
 from leanclip.optim.weight_average import WeightEMA
+from refusal import exit_code
 
 
 class Wrapped(torch.nn.Module):
@@ -51,9 +51,7 @@ def test_swapping_in_and_out_is_exact_even_after_an_error():
 
 
 def command(*arguments):
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    assert stop.value.code == 0
+    assert exit_code(*arguments) == 0
 
 
 def train(logs, name, *arguments):

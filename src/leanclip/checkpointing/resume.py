@@ -120,8 +120,6 @@ class SavedRun:
         saved, mark = self.content["settings"], RESUME_MARKS[name]
         if mark == "free" or name not in saved or saved[name] == value:
             return None
-        if name == "pair_weights" and (saved[name], value) == (None, "off"):
-            return None  # as runs were saved before there was a name for it
         change = f"{_flag(name)} {_text(value)}, the run has {_text(saved[name])}"
         if mark == "fixed":
             remedy = "start a new run from its weights: --pretrained"

@@ -287,14 +287,14 @@ def _show_check(report: dict[str, Any]) -> None:
     _show(report["data"], rows)
 
 
-def _resizing(found: dict[str, Any]) -> str:
-    larger = f"{found['larger']:,} ({found['larger_share']:.1%})"
-    if not found["encoded"]:
+def _resizing(scan: dict[str, Any]) -> str:
+    larger = f"{scan['larger']:,} ({scan['larger_share']:.1%})"
+    if not scan["encoded"]:
         return larger
-    sizes = f"{found['bytes'] / 1e6:,.1f} to {found['bytes_resized'] / 1e6:,.1f} MB"
+    sizes = f"{scan['bytes'] / 1e6:,.1f} to {scan['bytes_resized'] / 1e6:,.1f} MB"
     return (
-        f"{larger}; data pack --resize {found['size']} takes the images from {sizes} (from {found['encoded']:,} of"
-        f" them) and the pixels to decode to {found['pixels_left']:.0%}"
+        f"{larger}; data pack --resize {scan['size']} takes the images from {sizes} (from {scan['encoded']:,} of"
+        f" them) and the pixels to decode to {scan['pixels_left']:.0%}"
     )
 
 

@@ -165,25 +165,25 @@ def agree_on_round(store: Store, rank: int, size: int, timeout: float) -> str:
     with a number that nobody used before, and only a rank 0 that is running can have answered it. What dead processes
     asked is answered, too, but they do not confirm, and rank 0 continues until all ranks have.
     """
-    own = uuid.uuid4().hex
+    proposed = uuid.uuid4().hex
     if rank > 0:
-        store.set(f"asks/{rank}", own)
-        name = store.get(f"answer/{own}").decode()
+        store.set(f"asks/{rank}", proposed)
+        name = store.get(f"answer/{proposed}").decode()
         store.set(f"{name}/joined/{rank}", "")
         return name
     answered: set[str] = set()
     missing, deadline = set(range(1, size)), time.monotonic() + timeout
     while missing:
         for other in sorted(missing):
-            if store.check([f"{own}/joined/{other}"]):
+            if store.check([f"{proposed}/joined/{other}"]):
                 missing.remove(other)
             elif store.check([f"asks/{other}"]) and (asked := store.get(f"asks/{other}").decode()) not in answered:
-                store.set(f"answer/{asked}", own)
+                store.set(f"answer/{asked}", proposed)
                 answered.add(asked)
         if missing and time.monotonic() > deadline:
             raise RuntimeError(f"rank {', '.join(map(str, sorted(missing)))} did not join")
         time.sleep(ASK_INTERVAL if missing else 0)
-    return own
+    return proposed
 
 
 def device_for(launch: Launch, name: str | None) -> str:

@@ -54,8 +54,8 @@ class Embedded(NamedTuple):
                 ties[image] = min(ties[image], counts.total() - count)
 
         def bounds(k: int) -> tuple[float, float]:
-            found = sum(count for counts in images_of.values() for _, count in counts.most_common(k))
-            return found / len(self.captions), sum(tie < k for tie in ties.values()) / len(ties)
+            right = sum(count for counts in images_of.values() for _, count in counts.most_common(k))
+            return right / len(self.captions), sum(tie < k for tie in ties.values()) / len(ties)
 
         if min(bounds(1)) >= 1 - NEGLIGIBLE:
             return None
@@ -133,10 +133,8 @@ def embedded_batches(
         for batch in evaluation_batches(
             source, ids, transform, batch=settings.batch, workers=workers, features=features
         ):
-            size = model.preprocess.size
-            height, width = (size, size) if isinstance(size, int) else size
             # FSDP needs the same forward passes on every rank: without a usable image, run a blank one.
-            blank = (1, 3, height, width) if features is None else (1, features.dim)
+            blank = (1, 3, *model.image_size) if features is None else (1, features.dim)
             pixels = batch.images if batch.ids else torch.zeros(blank, dtype=torch.uint8)
             yield batch, model.encode_image(pixels.to(settings.device)).to(wide_dtype(model))[: len(batch.ids)]
             ACTIVITY.still_working()

@@ -162,9 +162,7 @@ class LockedTowers:
         if side == "text":
             features = self.model.text_features(self.model.tokenizer([""]))
         else:
-            size = self.model.preprocess.size
-            height, width = (size, size) if isinstance(size, int) else size
-            pixels = torch.zeros(1, 3, height, width, dtype=torch.uint8, device=self.model.image_mean.device)
+            pixels = torch.zeros(1, 3, *self.model.image_size, dtype=torch.uint8, device=self.model.image_mean.device)
             features = self.model.image_features(pixels)
         if features.ndim != 2:
             raise UserError(

@@ -21,8 +21,10 @@ def disco_clip(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 
 def anchors_loss(image: Tensor, text: Tensor, images: Tensor, texts: Tensor, scale: Tensor, *, first: int) -> Tensor:
     """InfoNCE of some anchors against all rows, where they stand from `first` on."""
-    own = torch.arange(first, first + len(image), device=image.device)
-    return (F.cross_entropy(scale * image @ texts.T, own) + F.cross_entropy(scale * text @ images.T, own)) / 2
+    partners = torch.arange(first, first + len(image), device=image.device)
+    return (
+        F.cross_entropy(scale * image @ texts.T, partners) + F.cross_entropy(scale * text @ images.T, partners)
+    ) / 2
 
 
 class _Gathered(torch.autograd.Function):

@@ -137,26 +137,26 @@ class GlobalContrastiveLoss(ContrastiveLoss):
             if text_ids is not None:
                 return None
             tensors.append(self.state.get_buffer("log_u_image"))
-        fit = all(each.dtype == torch.float32 and each.device == local.image.device for each in tensors)
+        fit = all(tensor.dtype == torch.float32 and tensor.device == local.image.device for tensor in tensors)
         return kernels if fit else None
 
     def _compute_by_kernels(
         self, implementation: str, engine: ops.Implementation, kernels: Any, local: Local, sample_ids: Tensor | None
     ) -> LossOutput:
         """The same steps, with one kernel before the statistics and one after them."""
-        rule, state, given, estimates = self.temperature_rule, self.state, None, None
+        rule, state, batch_ids, estimates = self.temperature_rule, self.state, None, None
         assert self.form is not None and not isinstance(rule, IndividualTemperature)
         with torch.no_grad():
             if state is not None:
-                (given,) = self.check_ids(sample_ids, None, local)
+                (batch_ids,) = self.check_ids(sample_ids, None, local)
                 image_table, text_table = (state.get_buffer(f"log_u_{side}") for side in SIDES)
                 estimates = ops.Estimates(self.shares.value, image_table, text_table, state.visited, self.training)
-            ids = None if given is None else given.to(local.image.device, non_blocking=True)
+            ids = None if batch_ids is None else batch_ids.to(local.image.device, non_blocking=True)
             prepared = kernels.prepare(local.image, local.text, rule.stored(), ids=ids)
             matrix = Similarities(engine, local, prepared.inverse)
             value = kernels.anchors(prepared, *matrix.both_sides(), self.form, estimates)
-            if state is not None and given is not None:
-                state.assert_inside(given, prepared.valid)
+            if state is not None and batch_ids is not None:
+                state.assert_inside(batch_ids, prepared.valid)
                 if self.training:
                     state.remember(prepared.visited, prepared.positions, prepared.pair("old"))
         slopes = [(rule.log_inv_tau, prepared.slope)] if isinstance(rule, GlobalTemperature) else []

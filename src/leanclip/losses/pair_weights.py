@@ -132,8 +132,8 @@ class PairWeights(nn.Module):
             with_null &= texts != texts.roll(-1)
         null_sum = torch.where(with_null, (null - mean) / spread, 0.0).sum()
         if columns is not None:  # of each pair's row its own column changes
-            own = torch.arange(self.captions_per_sample, device=columns.device) == columns[:, None]
-            score, valid = score[:, None], valid[:, None] & own
+            own_column = torch.arange(self.captions_per_sample, device=columns.device) == columns[:, None]
+            score, valid = score[:, None], valid[:, None] & own_column
         scored = stored["scored"] + 1
         updated = stored["score"] + ((score - mean) / spread - stored["score"]) / scored
         values = {

@@ -113,13 +113,13 @@ class SampleState(nn.Module):
         if self.ranks.size == 1:
             return local
         in_block = torch.stack([at < len(self.block) for at in self._positions(ids)])
-        own = {}
+        masked = {}
         for name, value in local.items():
             inside = in_block[1] if name in self.initial else in_block
-            own[name] = torch.where(inside[:, None] if name in self.widths else inside, value, 0.0).flatten()
-        total = self.ranks.sum(torch.cat(list(own.values())), purpose="state")
-        parts = total.split([len(value) for value in own.values()])
-        return {name: part.view_as(local[name]) for name, part in zip(own, parts, strict=True)}
+            masked[name] = torch.where(inside[:, None] if name in self.widths else inside, value, 0.0).flatten()
+        total = self.ranks.sum(torch.cat(list(masked.values())), purpose="state")
+        parts = total.split([len(value) for value in masked.values()])
+        return {name: part.view_as(local[name]) for name, part in zip(masked, parts, strict=True)}
 
     def read_local(self, names: Sequence[str], ids: Ids) -> dict[str, Tensor]:
         """The same without the all-reduce: the values of other ranks' ids are arbitrary."""
@@ -145,10 +145,10 @@ class SampleState(nn.Module):
         positions = self._positions(ids)
         for name, value in values.items():
             parts = [value] if name in self.initial else value
-            for (table_name, side), one in zip(self._tables(name), parts, strict=True):
+            for (table_name, side), part in zip(self._tables(name), parts, strict=True):
                 table, at = self.get_buffer(table_name), positions[side]
                 self.undo.replaced[table_name] = at, table[at]
-                table[at] = one.to(table.dtype)[last[side]]
+                table[at] = part.to(table.dtype)[last[side]]
         for name, added in sums.items():
             buffer = self.get_buffer(name)
             self.undo.replaced[name] = torch.arange(len(buffer), device=buffer.device), buffer.clone()

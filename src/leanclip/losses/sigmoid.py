@@ -79,7 +79,7 @@ class SigmoidLoss(ContrastiveLoss):
         if self.pair_weights is not None or not local.plain:
             return None
         parameters = self.temperature_rule.log_inv_tau, self.bias
-        fit = all(each.dtype == torch.float32 and each.device == local.image.device for each in parameters)
+        fit = all(value.dtype == torch.float32 and value.device == local.image.device for value in parameters)
         return ops.scalar_kernels(engine) if fit else None
 
     def _compute_by_kernels(

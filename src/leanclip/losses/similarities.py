@@ -43,11 +43,11 @@ class Similarities:
 
     def weights(self) -> Tensor | None:
         """(B,) what the pairs are weighted by: 0 without negatives. None where all have weight 1."""
-        given = self.local.weights
+        pair_weights = self.local.weights
         if self.negatives is None:
-            return given
+            return pair_weights
         counted = (self.negatives > 0).to(ops.accumulator_dtype(self.local.image.dtype))
-        return counted if given is None else given * counted
+        return counted if pair_weights is None else pair_weights * counted
 
     def statistics(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of all anchors: log-sum-exp and mean similarity over the negatives, (2, B), and the positives', (B,)."""

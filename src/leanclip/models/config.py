@@ -113,8 +113,8 @@ class ModelConfig:
     def resumed_from(self, checkpoint: Path) -> "ModelConfig":
         """The settings that load a checkpoint of a run with these. It carries what towers from elsewhere need."""
         model = str(checkpoint / CONFIG_FILE) if self.composed else self.model
-        given = ("image_tower", "text_tower", "pretrained_image", "pretrained_text", "lora_weights", "embed_dim")
-        sources = dict.fromkeys(given)
+        elsewhere = ("image_tower", "text_tower", "pretrained_image", "pretrained_text", "lora_weights", "embed_dim")
+        sources = dict.fromkeys(elsewhere)
         return replace(self, model=model, pretrained=str(checkpoint), **sources)
 
     def __post_init__(self) -> None:

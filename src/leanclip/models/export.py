@@ -74,42 +74,27 @@ def export_transformers(model: TwoTower, out: Path, card: Callable[[], str]) -> 
 
     An existing directory of that name is kept until the new one is complete and compared.
     """
-    config = model.open_clip_config()
-    if siglip.has_attention_pooling(model):
-        return _export_siglip(model, out, card)
+    library: Any = siglip if siglip.has_attention_pooling(model) else transformers_clip
 
     def write(directory: Path) -> float:
-        transformers_clip.save(
-            directory, model.clip.state_dict(), config["model_cfg"], config["preprocess_cfg"], model.tokenizer
-        )
-        return _difference(model, *transformers_clip.load(directory), str(out))
+        library.save(directory, model)
+        encode_image, encode_text = library.load(directory)
+        return _difference(model, encode_image, encode_text, str(out))
 
     difference = _write_directory(out, write, card)
     load = (
         "from transformers import CLIPModel, CLIPProcessor\n"
         f"model, processor = CLIPModel.from_pretrained({str(out)!r}), CLIPProcessor.from_pretrained({str(out)!r})"
     )
-    return Exported(files=sorted(out.iterdir()), load=load, difference=difference)
-
-
-def _export_siglip(model: TwoTower, out: Path, card: Callable[[], str]) -> Exported:
-    if reason := siglip.unsupported(model):
-        raise UserError(
-            f"transformers' SiglipModel cannot be this model: {reason}; use --format open_clip or onnx",
-            code="export.unsupported_model",
+    if library is siglip:
+        length = model.config["text_cfg"].get("context_length", 77)
+        load = (
+            "from transformers import AutoImageProcessor, AutoTokenizer, SiglipModel\n"
+            f"model, tokenizer = SiglipModel.from_pretrained({str(out)!r}),"
+            f" AutoTokenizer.from_pretrained({str(out)!r})\n"
+            f'tokens = tokenizer(["a cat"], padding="max_length", max_length={length}, truncation=True,'
+            ' return_tensors="pt")["input_ids"]'
         )
-
-    def write(directory: Path) -> float:
-        siglip.save(directory, model)
-        return _difference(model, *siglip.load(directory), str(out))
-
-    difference = _write_directory(out, write, card)
-    load = (
-        "from transformers import AutoImageProcessor, AutoTokenizer, SiglipModel\n"
-        f"model, tokenizer = SiglipModel.from_pretrained({str(out)!r}), AutoTokenizer.from_pretrained({str(out)!r})\n"
-        'tokens = tokenizer(["a cat"], padding="max_length", max_length='
-        f'{model.config["text_cfg"].get("context_length", 77)}, truncation=True, return_tensors="pt")["input_ids"]'
-    )
     return Exported(files=sorted(out.iterdir()), load=load, difference=difference)
 
 
@@ -157,10 +142,8 @@ def _difference(
     tolerance: float = TOLERANCE,
 ) -> float:
     """The largest difference between the embeddings of the model and of its export, on a few inputs."""
-    size: Any = model.preprocess.size
-    height, width = (size, size) if isinstance(size, int) else size
     if pixels is None:
-        pixels = torch.randn(3, 3, height, width, generator=torch.Generator().manual_seed(0))
+        pixels = torch.randn(3, 3, *model.image_size, generator=torch.Generator().manual_seed(0))
     model = model.eval()
     difference = max(
         float((model.encode_image(pixels) - encode_image(pixels)).abs().max()),

@@ -81,11 +81,9 @@ def other_settings(part: dict[str, Any], shape: set[str]) -> list[str]:
     ]
 
 
-def save(
-    directory: Path, weights: dict[str, Tensor], config: dict[str, Any], preprocess: dict[str, Any], tokenizer: Any
-) -> None:
+def save(directory: Path, model: Any) -> None:
     """Write configuration, weights, tokenizer and image processor for `CLIPModel.from_pretrained(directory)`."""
-    transformers = library()
+    transformers, config, preprocess = library(), model.config, model.open_clip_config()["preprocess_cfg"]
     if reason := unsupported(config, preprocess):
         raise UserError(
             f"transformers' CLIPModel cannot be this model: {reason}; use --format open_clip or onnx",
@@ -93,9 +91,9 @@ def save(
         )
     with quiet(transformers):
         clip = transformers.CLIPModel(transformers.CLIPConfig(**_config(config)))
-        clip.load_state_dict(renamed(weights), strict=True)
+        clip.load_state_dict(renamed(model.clip.state_dict()), strict=True)
         clip.save_pretrained(directory)
-        clip_tokenizer(tokenizer, config["text_cfg"].get("context_length", 77)).save_pretrained(directory)
+        clip_tokenizer(model.tokenizer, config["text_cfg"].get("context_length", 77)).save_pretrained(directory)
         image_processor(transformers, preprocess).save_pretrained(directory)
 
 

@@ -155,6 +155,12 @@ class TwoTower(nn.Module):
         """Embeddings from stored features, in the precision of the projection's weights."""
         return self.projection(side)(features.to(self.image_mean.dtype))
 
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of its images, in pixels."""
+        size: Any = self.preprocess.size
+        return (size, size) if isinstance(size, int) else tuple(size)
+
     def normalised(self, images: Tensor) -> Tensor:
         dtype = next(self.clip.visual.parameters()).dtype
         return normalised(images, self.image_mean, self.image_std, dtype)

@@ -89,15 +89,15 @@ class _Flat(nn.Module):
         self.holder = [nn.ModuleList(modules)]
         self.weights = dict(self.holder[0].named_parameters()) | dict(self.holder[0].named_buffers())
         self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        own = [leaves[place] for place in self.places]
-        self.values = [*self.weights.values(), *own]
-        self.primes = _primes([len(value) for value in own if _varies(value)])
+        tensors = [leaves[place] for place in self.places]
+        self.values = [*self.weights.values(), *tensors]
+        self.primes = _primes([len(value) for value in tensors if _varies(value)])
         order = {size: -1 - number for number, size in enumerate(self.primes)}
         constants = [leaf for leaf in leaves if not isinstance(leaf, Tensor | nn.Module)]
         self.form = (
             *(MOMENTUM.sub("", repr(module)) for module in modules), repr(constants), str(self.spec),
             *((tuple(value.shape), value.dtype) for value in self.weights.values()),
-            *((_with_first(value, order), value.dtype) for value in own),
+            *((_with_first(value, order), value.dtype) for value in tensors),
         )  # fmt: skip
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:

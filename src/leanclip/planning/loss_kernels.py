@@ -9,16 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from leanclip.ops import Gradients, Needs, Pairs, Pairwise, Sigmoid, Statistics, Terms
-from leanclip.ops.blocking import (
-    DENSE_PAIRS,
-    PARTIAL_BYTES,
-    WEIGHT_BYTES,
-    block_shape,
-    ceil_div,
-    panel_rows,
-    strip_tiles,
-)
+from leanclip.ops import Gradients, Needs, Pairs, Pairwise, Sigmoid, Statistics, Terms, blocking
 from leanclip.planning.step_trace import Kernel, Trace
 
 TILE = 128  # rows and columns
@@ -34,11 +25,11 @@ class TracedEngine:
         self, pairs: Pairs, row_scale: Tensor, col_scale: Tensor | None
     ) -> tuple[Statistics, Statistics | None]:
         num_rows, num_cols = len(pairs.rows), len(pairs.cols)
-        dense = num_rows * num_cols <= DENSE_PAIRS
-        num_blocks = ceil_div(num_cols, TILE)
-        panel = panel_rows(num_rows, TILE, PARTIAL_BYTES // (8 * num_blocks))
-        strip_rows = TILE * strip_tiles(ceil_div(panel, TILE) * num_blocks, self.processors)
-        strips = sum(ceil_div(min(panel, num_rows - row), strip_rows) for row in range(0, num_rows, panel))
+        dense = num_rows * num_cols <= blocking.DENSE_PAIRS
+        num_blocks = blocking.ceil_div(num_cols, TILE)
+        panel = blocking.panel_rows(num_rows, TILE, blocking.PARTIAL_BYTES // (8 * num_blocks))
+        strip_rows = TILE * blocking.strip_tiles(blocking.ceil_div(panel, TILE) * num_blocks, self.processors)
+        strips = sum(blocking.ceil_div(min(panel, num_rows - row), strip_rows) for row in range(0, num_rows, panel))
         by_rows = Statistics(torch.empty(num_rows), torch.empty(num_rows))
         by_cols = None if col_scale is None else Statistics(torch.empty(num_cols), torch.empty(num_cols))
         if dense:
@@ -62,13 +53,13 @@ class TracedEngine:
         """A block of weights, the factors in its precision, the gradients, and sums of each row."""
         rows, cols = (side.detach().contiguous() for side in (pairs.rows, pairs.cols))
         (m, n), size = (len(rows), len(cols)), rows.shape[1]
-        height, width = block_shape(m, n, WEIGHT_BYTES // 2)
+        height, width = blocking.block_shape(m, n, blocking.WEIGHT_BYTES // 2)
         _weights = torch.empty((height, math.ceil(width / 8) * 8) if any(needs) else (1, 8), dtype=torch.bfloat16)
         _factors = rows.to(torch.bfloat16), cols.to(torch.bfloat16)
         gradients = [
             torch.empty(side.shape) if need else None for side, need in zip((rows, cols), needs, strict=True)
         ]
-        _partial = torch.empty(sums, ceil_div(n, TILE), height if any(needs) else m)
+        _partial = torch.empty(sums, blocking.ceil_div(n, TILE), height if any(needs) else m)
         self._similarities(pairs, written=2 * m * n if any(needs) else 0)
         for need, (rows_of, depth) in zip(needs, ((m, n), (n, m)), strict=True):
             if need:  # the weights into the gradients, by cuBLAS

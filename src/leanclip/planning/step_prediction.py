@@ -185,10 +185,8 @@ def _fill_state(optimizer: torch.optim.Optimizer, trace: Trace, *, keep: bool) -
 
 def _batch(model: TwoTower, share: int, trace: Trace, caption_length: float | None) -> Batch:
     """A rank's share: fake pixels; captions and ids stay real, since the step may read their values."""
-    pixels = model.preprocess.size
-    height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
     image_size, text_size = model.feature_sizes
-    images = torch.empty(share, 3, height, width, dtype=torch.uint8)
+    images = torch.empty(share, 3, *model.image_size, dtype=torch.uint8)
     if image_size is not None:
         images = torch.empty(share, image_size, dtype=torch.float16)
     trace.hold(images, "batch")

@@ -93,8 +93,8 @@ class MetricsLog:
             self._send(lambda tracker, histogram=histogram: tracker.histogram(histogram, step))
 
     def pair_weights(self, *, step: int, epoch: float, refit: Refit) -> None:
-        found = refit._asdict() | {"fit": refit.fit._asdict(), "range": RANGE}
-        self._write({"kind": "pair_weights", "step": step, "epoch": epoch} | found)
+        row = refit._asdict() | {"fit": refit.fit._asdict(), "range": RANGE}
+        self._write({"kind": "pair_weights", "step": step, "epoch": epoch} | row)
 
     def close(self, *, failed: bool = False) -> None:
         self.flush()

@@ -87,7 +87,9 @@ class GraphedStep:
     def __init__(self, graphs: CudaGraphs, context: StepContext, batch: Batch, texts: Texts | Tensor) -> None:
         model, loss, device = graphs.model, context.loss, batch.images.device
         self.images, self.texts = batch.images.clone(), deepcopy(texts)
-        self.given = [None if tensor is None else tensor.to(device, copy=True) for tensor in _given(batch)]
+        self.loss_inputs = [
+            None if tensor is None else tensor.to(device, copy=True) for tensor in _loss_inputs(batch)
+        ]
         self.scale = torch.ones((), device=device)
         self.state = loss.state
         parameters = [*model.parameters(), *loss.parameters()]
@@ -96,7 +98,7 @@ class GraphedStep:
         def step() -> tuple[LossOutput, tuple[Tensor | None, ...]]:
             with graphs.autocast:
                 image, text = model(self.images, self.texts)
-                ids, groups, weights, caption_numbers = self.given
+                ids, groups, weights, caption_numbers = self.loss_inputs
                 output = loss(
                     image, text, ids, groups=groups, weights=weights, caption_numbers=caption_numbers,
                     global_batch=context.global_batch,
@@ -116,7 +118,7 @@ class GraphedStep:
         self.images.copy_(batch.images)
         if batch.weights is not None:
             check_weights(batch.weights, len(batch))
-        for tensor, value in zip(self.given, _given(batch), strict=True):
+        for tensor, value in zip(self.loss_inputs, _loss_inputs(batch), strict=True):
             if tensor is not None and value is not None:
                 tensor.copy_(value, non_blocking=True)
         for tensor, value in zip(_tensors(self.texts), _tensors(texts), strict=True):
@@ -134,7 +136,7 @@ class GraphedStep:
         return LossOutput(loss=self.output.loss.clone(), metrics=self.output.metrics)
 
 
-def _given(batch: Batch) -> tuple[Tensor | None, ...]:
+def _loss_inputs(batch: Batch) -> tuple[Tensor | None, ...]:
     """What the loss takes beside the embeddings."""
     return batch.sample_ids, batch.groups, batch.weights, batch.caption_numbers
 

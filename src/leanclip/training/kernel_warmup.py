@@ -78,12 +78,12 @@ def _attention(
     arguments: Callable[[], KernelArguments | None], autocast: Callable[[], torch.autocast], *, backward: bool
 ) -> None:
     with autocast():
-        given = arguments()
-    if given is not None and backward:
-        qkv, *rest = given
+        kernel_arguments = arguments()
+    if kernel_arguments is not None and backward:
+        qkv, *rest = kernel_arguments
         short_attention_backward(qkv, torch.zeros_like(qkv[:, 0]), *rest)
-    elif given is not None:
-        short_attention(*given)
+    elif kernel_arguments is not None:
+        short_attention(*kernel_arguments)
 
 
 def _qkv(layer: Any, device: torch.device, *shape: int) -> Tensor:

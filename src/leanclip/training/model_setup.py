@@ -1,5 +1,6 @@
 """The model of a run (frozen, recomputed, padded), and whether to compile it or to use a CUDA graph."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -88,9 +89,7 @@ def tower_flops(model: TwoTower, batch: float) -> float:
     if image_size is None and model.blockwise_image:
         image_work = len(visual.positional_embedding) * sum(p.numel() for p in visual.transformer.parameters())
     elif image_size is None:
-        size = model.preprocess.size
-        height, width = (size, size) if isinstance(size, int) else size
-        image_work = height * width // PATCH**2 * sum(p.numel() for p in visual.parameters())
+        image_work = math.prod(model.image_size) // PATCH**2 * sum(p.numel() for p in visual.parameters())
     return 6 * batch * (image_work + text_work)
 
 

@@ -25,6 +25,7 @@ MOST_PASSES = 12
 PASS_SECONDS = 0.1  # of the processor, or more: as many samples has a pass that compares numbers of threads
 ROUNDS, MOST_SECONDS = 3, 3.0  # of these passes; a large model has fewer
 BUSY_SHARE = 0.7  # of a core that one thread gets, or less: others keep the host busy
+Measure = Callable[[int, int], tuple[float, float]]  # threads and samples; seconds of a pass and of the processor
 
 
 @contextlib.contextmanager
@@ -109,9 +110,7 @@ def _images(model: TwoTower, count: int) -> torch.Tensor:
     """What the image tower gets in a step: pixels, or the features of a locked one."""
     if (width := model.feature_sizes[0]) is not None:
         return torch.zeros(count, width, dtype=torch.float16, device=model.image_mean.device)
-    pixels = model.preprocess.size
-    height, width = (pixels, pixels) if isinstance(pixels, int) else pixels
-    return torch.zeros(count, 3, height, width, dtype=torch.uint8, device=model.image_mean.device)
+    return torch.zeros(count, 3, *model.image_size, dtype=torch.uint8, device=model.image_mean.device)
 
 
 def _texts(model: TwoTower, count: int, length: int | None = None) -> Any:
@@ -230,31 +229,29 @@ def set_threads(
     return threads
 
 
-def _seconds(threads: int, measure: Callable[[int, int], tuple[float, float]], share: int, ranks: Ranks) -> float:
-    """Of a step, from a pass that is large enough."""
+def _large_pass(threads: int, measure: Measure, share: int, ranks: Ranks) -> tuple[int, float, float]:
+    """The samples of a pass that takes long enough to be measured, its seconds and those of the processor."""
     size = min(2, share)
     measure(threads, size)  # allocates
     seconds, processor = measure(threads, size)
     while size < share and max(ranks.all_gather_objects(processor)) < PASS_SECONDS:
         size = min(share, 2 * size)
         seconds, processor = measure(threads, size)
+    return size, seconds, processor
+
+
+def _seconds(threads: int, measure: Measure, share: int, ranks: Ranks) -> float:
+    """Of a step."""
+    size, seconds, _ = _large_pass(threads, measure, share, ranks)
     return max(ranks.all_gather_objects(seconds)) * share / size
 
 
-def fastest_threads(
-    candidates: Sequence[int], measure: Callable[[int, int], tuple[float, float]], share: int, ranks: Ranks
-) -> Threads:
+def fastest_threads(candidates: Sequence[int], measure: Measure, share: int, ranks: Ranks) -> Threads:
     """The smallest of the candidates, the first of which is 1, that is about as fast as the fastest.
 
-    `measure` takes threads and samples, and returns the seconds of a pass and those of the processor. All ranks
-    measure together, so that each has the load of the others.
+    All ranks measure together, so that each has the load of the others.
     """
-    size = min(2, share)
-    measure(1, size)  # allocates
-    seconds, processor = measure(1, size)
-    while size < share and max(ranks.all_gather_objects(processor)) < PASS_SECONDS:
-        size = min(share, 2 * size)
-        seconds, processor = measure(1, size)
+    size, seconds, processor = _large_pass(1, measure, share, ranks)
     busy = ranks.size == 1 and processor < BUSY_SHARE * seconds
     totals, rounds = dict.fromkeys(candidates, 0.0), 0
     while rounds < ROUNDS and sum(totals.values()) < MOST_SECONDS:
@@ -271,7 +268,7 @@ def fastest_threads(
     return Threads(count, totals[count] / rounds * share / size, tuple(notes))
 
 
-def _measured_pass(context: StepContext, model: TwoTower) -> Callable[[int, int], tuple[float, float]]:
+def _measured_pass(context: StepContext, model: TwoTower) -> Measure:
     """Forward and backward through towers and loss, of captions of a typical length."""
 
     def measure(threads: int, samples: int) -> tuple[float, float]:

@@ -62,7 +62,7 @@ def resolve(config: TrainConfig) -> ResolvedRun:
             " random; give one of them",
             code="lora.without_weights" if flag.startswith("--lora") else "model.locked_without_weights",
         )
-    fine_tuning, saved, given = config.model.from_weights, None, config
+    fine_tuning, saved, asked = config.model.from_weights, None, config
     if resume_from is not None and resume_from.is_file():
         OpenClipCheckpoint.read(resume_from)  # its errors come before the data are indexed
         run = replace(config.run, loss=loss_name(config))
@@ -73,7 +73,7 @@ def resolve(config: TrainConfig) -> ResolvedRun:
         config = _as_begun(config, saved)
     config, data = _complete(config, saved, ranks, fine_tuning=fine_tuning)
     if fine_tuning and saved is None:
-        notes += _filled_for_weights(given, config)
+        notes += _filled_for_weights(asked, config)
     reset_loss = config.run.reset_loss_state
     if saved is not None and saved.already_reset(config, data.train.source.manifest(), len(data.train.source)):
         reset_loss = False
@@ -107,16 +107,16 @@ def _as_begun(config: TrainConfig, saved: SavedRun) -> TrainConfig:
     return replace(config, run=run, optim=optim, data=data)
 
 
-def _filled_for_weights(given: TrainConfig, filled: TrainConfig) -> list[str]:
+def _filled_for_weights(asked: TrainConfig, filled: TrainConfig) -> list[str]:
     """A note on the settings that were left open and got other values than a run from scratch."""
     values = {
-        "--loss": filled.run.loss if given.run.loss == AUTO_LOSS else None,
-        "--pair-weights": filled.data.pair_weights if given.data.pair_weights is None else None,
+        "--loss": filled.run.loss if asked.run.loss == AUTO_LOSS else None,
+        "--pair-weights": filled.data.pair_weights if asked.data.pair_weights is None else None,
     }
     if values["--pair-weights"] == "off":  # as from scratch
         del values["--pair-weights"]
     for name in FILLED_RATES:
-        if getattr(given.optim, name) is None and (value := getattr(filled.optim, name)) is not None:
+        if getattr(asked.optim, name) is None and (value := getattr(filled.optim, name)) is not None:
             values["--" + name.replace("_", "-")] = f"{value:.3g}" if isinstance(value, float) else value
     flags = " ".join(f"{flag} {value}" for flag, value in values.items() if value is not None)
     return [f"settings left open are filled for fine-tuning, as weights are given: {flags}"] if flags else []

@@ -127,9 +127,9 @@ def _every(steps: int | None, of: int) -> str:
     return f"every {steps:,} steps" if steps and steps < of else "at the end"
 
 
-def _count(number: int, thing: str) -> str:
-    plural = f"{thing}es" if thing.endswith(("s", "ch")) else f"{thing}s"
-    return f"{number:,} {thing if number == 1 else plural}"
+def _count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def preview(job: Job, directory: RunDirectory) -> Path:

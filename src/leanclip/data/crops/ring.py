@@ -41,10 +41,10 @@ class CropRing:
         self.crop_bytes = 3 * math.prod(size)
         self.slot_bytes = samples * CROP_BYTES * self.crop_bytes
         self.slots = max(1, SLOTS * workers)
-        self._own(os.memfd_create("leanclip-crops"))
+        self._keep(os.memfd_create("leanclip-crops"))
         os.ftruncate(self._fd, self.slots * self.slot_bytes)
 
-    def _own(self, fd: int) -> None:
+    def _keep(self, fd: int) -> None:
         self._fd = fd
         weakref.finalize(self, os.close, fd)
 
@@ -55,7 +55,7 @@ class CropRing:
         fd = state.pop("_fd").detach()
         del state["memory"]
         vars(self).update(state)
-        self._own(fd)
+        self._keep(fd)
 
     @cached_property
     def memory(self) -> np.ndarray:

@@ -56,10 +56,10 @@ def listed_samples(path: str, source: Source, captions_of: np.ndarray | None = N
         else:
             unknown.append(entry)
     if by_key:
-        found = _find(source, by_key, shard_of)
-        for index, entry in found:
+        matches = _find(source, by_key, shard_of)
+        for index, entry in matches:
             _add(index, entry, ids, captions)
-        matched = {entry for _, entry in found}
+        matched = {entry for _, entry in matches}
         unknown += [entry for entries in by_key.values() for entry in entries if entry not in matched]
     captions = _some_of(captions, ids, source, captions_of)
     if not ids and not captions and (unknown or not skipped):
@@ -121,16 +121,16 @@ def _names(entry: Entry, source: Source, index: int, shard_of: Mapping[str, str]
 
 def _find(source: Source, by_key: Mapping[str, list[Entry]], shard_of: Mapping[str, str]) -> list[tuple[int, Entry]]:
     """The samples with these keys, each with an entry that names it. Reads the key of every sample."""
-    found: list[tuple[int, Entry]] = []
+    matches: list[tuple[int, Entry]] = []
     with progress_bar("keys for --exclude", len(source), shown=len(source) >= SHOWN_SAMPLES) as progress:
         for index in range(len(source)):
             for entry in by_key.get(source.key(index), ()):
                 if entry.file is None or shard_of.get(entry.file) == source.file(index):
-                    found.append((index, entry))
+                    matches.append((index, entry))
             if index % REPORT_EVERY == REPORT_EVERY - 1:
                 progress(REPORT_EVERY)
                 ACTIVITY.still_working()
-    return found
+    return matches
 
 
 def _entries(path: Path) -> Iterator[Entry]:

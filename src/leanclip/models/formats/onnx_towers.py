@@ -100,10 +100,8 @@ def load(directory: Path, model: TwoTower) -> tuple[Callable[[Tensor], Tensor], 
 
 def pixels_of(model: TwoTower, count: int = 2) -> Tensor:
     """Random pixels as the image tower takes them."""
-    size: Any = model.preprocess.size
-    height, width = (size, size) if isinstance(size, int) else size
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, (count, 3, *model.image_size), dtype=torch.uint8, generator=generator)
 
 
 def _export(tower: nn.Module, example: Tensor, path: Path, name: str, side: str) -> None:

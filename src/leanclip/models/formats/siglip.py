@@ -52,6 +52,11 @@ def unsupported(model: TwoTower) -> str | None:
 def save(directory: Path, model: TwoTower) -> None:
     """Write configuration, weights, tokenizer and image processor for `SiglipModel.from_pretrained(directory)`."""
     transformers = transformers_clip.library()
+    if reason := unsupported(model):
+        raise UserError(
+            f"transformers' SiglipModel cannot be this model: {reason}; use --format open_clip or onnx",
+            code="export.unsupported_model",
+        )
     tokenizer: Any = model.tokenizer.tokenizer  # pyright: ignore[reportFunctionMemberAccess]
     with transformers_clip.quiet(transformers):
         siglip = transformers.SiglipModel(transformers.SiglipConfig(**_config(model, tokenizer)))

@@ -57,8 +57,8 @@ def compose(config: ModelConfig, base: dict[str, Any]) -> tuple[dict[str, Any], 
     if config.image_tower is not None and config.text_tower is not None:
         del activations["--model"]
     if len(set(activations.values())) > 1:
-        given = " and ".join(f"{flag} with{'' if quick else 'out'} QuickGELU" for flag, quick in activations.items())
-        raise UserError(f"the towers use different activations: {given}", code="model.other_activation")
+        chosen = " and ".join(f"{flag} with{'' if quick else 'out'} QuickGELU" for flag, quick in activations.items())
+        raise UserError(f"the towers use different activations: {chosen}", code="model.other_activation")
     options = {"custom_text": True} | ({"quick_gelu": True} if any(activations.values()) else {})
     return {"embed_dim": config.embed_dim or base["embed_dim"], **parts, **options}, preprocess
 

@@ -46,10 +46,10 @@ def _find(source: str) -> Path:
     """A file, a directory with one, `timm:NAME`, or a model on the hub."""
     path = Path(source).expanduser()
     if path.is_dir():
-        found = next((path / name for name in FILES if (path / name).is_file()), None)
-        if found is None:
+        file = next((path / name for name in FILES if (path / name).is_file()), None)
+        if file is None:
             raise UserError(f"no weights in {path}: expected one of {', '.join(FILES)}", code="weights.not_found")
-        return found
+        return file
     if path.is_file():
         return path
     if source.startswith("timm:"):

@@ -19,9 +19,6 @@ class Config:
         return {"BLOCK_R": self.block_r, "BLOCK_C": self.block_c, "BLOCK_K": self.block_k, "GROUP": self.group}
 
 
-# Shared memory one block may use, in bytes.
-SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
-
 _FINISH = Config(block_r=64, block_c=64, block_k=32, num_warps=4, num_stages=2)
 # Two blocks per processor, so that one computes exponentials while the other multiplies: 255 registers by 128 threads
 # and 96 KiB each. Larger tiles read less from L2 but leave one block alone, and lose.
