@@ -11,8 +11,9 @@ import pytest
 import torch
 from checkpoint_runs import job_of
 from checkpoint_runs import train as train_any
-from shard_files import sound, write_shard
+from shard_files import picture, sound, write_shard
 
+import leanclip
 from leanclip.data import BrokenSample
 from leanclip.data.order import caption_draws
 from leanclip.data.source import pick
@@ -92,6 +93,47 @@ def test_a_second_run_reads_the_features_and_other_weights_get_their_own(tmp_pat
     write_shard(data, sound(48, start=1))
     assert train(tmp_path, **options, overwrite=True) == 0
     assert "features of the text tower, training data: computed in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "side"),
+    [
+        ({"caption_key": "other"}, "text"),
+        ({"caption_weights_key": "weights"}, "text"),
+        ({"image_mean": [0.1, 0.2, 0.3]}, "image"),
+        ({"force_quick_gelu": True}, "image"),
+        ({"force_quick_gelu": True}, "text"),
+    ],
+)
+def test_features_of_other_captions_or_another_model_are_not_read(tmp_path, capsys, change, side):
+    files = {}
+    for number in range(24):
+        files[f"{number}.jpg"] = picture(number)
+        files[f"{number}.json"] = json.dumps({"captions": ["one"], "other": ["two"], "weights": [1.0]}).encode()
+    model = leanclip.load(WEIGHTS[0])[0]
+    torch.save(model.clip.state_dict(), tmp_path / "weights.pt")
+    data = str(write_shard(tmp_path / "data.tar", files))
+    options = {"train_data": data, "pretrained": str(tmp_path / "weights.pt"), "lock_image": True, "lock_text": True,
+               "cache_locked": 1, "caption_key": "captions"}  # fmt: skip
+    tables = []
+    for changes in ({}, {}, change):
+        job_of(tmp_path, **options | changes)
+        tables.append({path.name for path in (tmp_path / "cache/features").iterdir()})
+    assert tables[0] == tables[1] and [name[: len(side)] for name in tables[2] - tables[1]].count(side) == 1
+
+
+def test_features_of_a_table_belong_to_its_images(tmp_path):
+    """Two folders with the same table of other images."""
+    rows = [f"{index}.jpg,caption {index}" for index in range(24)]
+    for start, name in ((0, "one"), (100, "two")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "table.csv").write_text("\n".join(["filepath,title", *rows]))
+        for index in range(24):
+            (tmp_path / name / f"{index}.jpg").write_bytes(picture(start + index))
+    for name, tables in (("one", 1), ("two", 2), ("one", 2)):
+        options = {"train_data": str(tmp_path / name / "table.csv"), "pretrained": str(WEIGHTS[0])}
+        job_of(tmp_path, **options, lock_image=True, cache_locked=1)
+        assert len(list((tmp_path / "cache/features").iterdir())) == tables
 
 
 def test_runs_in_one_process_leave_nothing_behind(tmp_path):

@@ -4,9 +4,10 @@ import hashlib
 import json
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from leanclip.data import BrokenSample, Source
 from leanclip.data.decode import Features, Transform
+from leanclip.data.shards import Shards
+from leanclip.data.source import Packable
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.features.table import FeatureTable, copy_to_gpu
@@ -26,7 +29,7 @@ from leanclip.models import TwoTower
 from leanclip.models.towers.projection import Projection
 from leanclip.progress import ACTIVITY, progress_bar
 
-FORMAT = 1
+FORMAT = 2
 CHOICES = ("held_out", "excluded")  # of ids, in a manifest
 VIEW_SEED = 0  # of the augmented views: runs that differ in their seed share the tables
 IMAGES_PER_PASS, CAPTIONS_PER_PASS = 256, 1024
@@ -120,12 +123,14 @@ class LockedTowers:
         facts: dict[str, Any] = {
             "format": FORMAT,
             "weights": digest_of(tower, without=self.model.projection(side == "text")),
-            "data": _data_identity(self.source),
+            "tower": self.model.architecture("image" if side == "image" else "text"),
+            "data": _data_identity(self.source, side),
             "precision": str(self.autocast.fast_dtype) if self.autocast._enabled else "full",
         }
         if side == "image":
             facts |= {"transform": repr(self.transform), "views": self.views, "seed": VIEW_SEED}
-        return facts
+            facts["preprocess"] = asdict(self.model.preprocess)
+        return json.loads(json.dumps(facts))  # as the table's file has them
 
     def _prepare(self, side: str, directory: Path, facts: Mapping[str, Any]) -> FeatureTable:
         """Make an empty table, unless there is a sound one. Only the first rank does, and says which ids are missing:
@@ -260,6 +265,12 @@ def digest_of(module: nn.Module, *, without: Projection | None = None) -> str:
     return digest.hexdigest()
 
 
+def model_digest(model: TwoTower) -> str:
+    """Of all that decides the embeddings of a model but the preprocessing."""
+    facts = [digest_of(model.clip), model.architecture("image"), model.architecture("text")]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
 def _text_modules(model: TwoTower) -> nn.Module:
     """The text tower. In open_clip's CLIP its parts lie beside the image tower, in the model itself."""
     if hasattr(model.clip, "text"):
@@ -270,12 +281,18 @@ def _text_modules(model: TwoTower) -> nn.Module:
     return tower
 
 
-def _data_identity(source: Source) -> Any:
-    """The files that fix the ids; which of them are trained on changes no features."""
+def _data_identity(source: Source, side: str) -> Any:
+    """The files that fix the ids, and what is read of them; which ids are trained on changes no features."""
     manifest = source.manifest()
     if manifest is None:
         return [len(source), type(source).__name__]
-    return [{name: value for name, value in entry.items() if name not in CHOICES} for entry in manifest]
+    read: list[Any] = []
+    if isinstance(source, Packable):  # a table, whose images lie in files of their own
+        sizes = source.image_sizes()
+        read = [source.identity(), None if sizes is None else zlib.crc32(sizes.tobytes())]
+    elif isinstance(source, Shards) and side == "text":
+        read = [source.caption_key, source.weights_key]
+    return [*({name: value for name, value in entry.items() if name not in CHOICES} for entry in manifest), read]
 
 
 def _stored(features: Tensor) -> np.ndarray:

@@ -43,6 +43,10 @@ from leanclip.models.towers.lora import add_adapters
 from leanclip.models.towers.projection import Projection
 from leanclip.models.transformer_towers import embed_images, embed_texts, normalised
 
+PLACES = {"hf_model_name", "hf_tokenizer_name", "hf_model_pretrained", "timm_model_pretrained"}
+PROJECTIONS = {"hf_proj_type", "timm_proj", "proj_type"}
+PROBE = "Two dogs, 3 cats: a photo"  # which tokenizers of different vocabularies or rules take differently
+
 
 class TwoTower(nn.Module):
     """An image tower and a text tower that map to unit vectors of one space, with preprocessing and tokenizer.
@@ -85,6 +89,13 @@ class TwoTower(nn.Module):
         if self.padding is not None:  # transformers' own, which masks padding: trimmed to the longest of a batch
             self.padding_reason = None
         self.buckets = True  # such texts by length; not with FSDP, where all ranks run the tower equally often
+
+    def architecture(self, side: Side) -> dict[str, Any]:
+        """What decides the features of a tower beside its weights."""
+        config = self.config["vision_cfg" if side == "image" else "text_cfg"]
+        facts = {name: value for name, value in config.items() if name not in PLACES | PROJECTIONS}
+        tokens = self.tokenizer([PROBE]).tolist() if side == "text" else None
+        return facts | {"quick_gelu": self.config.get("quick_gelu", False), "tokens": tokens}
 
     def train(self, mode: bool = True) -> "TwoTower":
         super().train(mode)

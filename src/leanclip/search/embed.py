@@ -21,7 +21,7 @@ from leanclip.data.loader import in_order
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.evaluation.embed import MANY_SAMPLES, EvaluationSettings, inference
-from leanclip.features.locked_towers import count_captions, digest_of
+from leanclip.features.locked_towers import count_captions, model_digest
 from leanclip.features.table import BROKEN
 from leanclip.filesystem import writing
 from leanclip.inference import find_model, find_weights_directory
@@ -86,7 +86,7 @@ def facts_of(
         "leanclip": __version__,
         "model": {
             "place": place,
-            "digest": digest_of(model.clip),
+            "digest": model_digest(model),
             "dim": int(model.config["embed_dim"]),
             "preprocess": asdict(model.preprocess),
             "precision": precision,

@@ -16,7 +16,7 @@ from leanclip.data import BrokenSample, EvaluationTransform, Source
 from leanclip.data.decode import decoding, open_image
 from leanclip.device import device_of
 from leanclip.errors import UserError
-from leanclip.features.locked_towers import digest_of
+from leanclip.features.locked_towers import model_digest
 from leanclip.inference import find_model
 from leanclip.models import TEMPLATES, TwoTower
 from leanclip.search.data import identity_of, open_data
@@ -264,7 +264,7 @@ def _open_model(store: EmbeddingStore, name: str | None) -> TwoTower:
             " now with --model, or embed into another directory",
             code="search.model_moved",
         ) from error
-    digest = digest_of(model.clip)
+    digest = model_digest(model)
     if digest != recorded["digest"]:
         raise UserError(
             f"{store.directory} was embedded with {described(recorded)}, not with"
