@@ -15,6 +15,7 @@ import leanclip
 from leanclip.data.datasets import BUNDLED
 from leanclip.models import ModelConfig, create_model, load_model
 from leanclip.models.text_length import MOST_BUCKETS
+from leanclip.training.probe import _texts
 from refusal import exit_code as command
 from refusal import refusal, refusal_code, refuses
 
@@ -96,6 +97,13 @@ def test_texts_of_transformers_run_at_the_length_of_the_longest(bert, timm_weigh
         trimmed, padded = model.encode_text(tokens), model.clip.encode_text(tokens, normalize=True)
     assert torch.allclose(trimmed, padded, atol=1e-5)
     assert lengths == [8, tokens.shape[1]] and model.padding_reason is None
+
+
+def test_passes_are_measured_with_captions_of_the_length_asked_for(bert, timm_weights):
+    model = towers(bert, timm_weights)
+    longest = model.tokenizer(TEXTS).shape[1]
+    for length, width in ((None, longest), (16, 16), (longest + 1, longest)):
+        assert _texts(model, 3, length).shape == (3, width)
 
 
 def test_texts_of_transformers_run_in_buckets_of_similar_length(bert, timm_weights):

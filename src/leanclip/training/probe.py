@@ -117,8 +117,12 @@ def _texts(model: TwoTower, count: int, length: int | None = None) -> Any:
     """What the text tower gets: captions of this many tokens (default: the longest), or features of a locked one."""
     if (width := model.feature_sizes[1]) is not None:
         return torch.zeros(count, width, dtype=torch.float16, device=model.image_mean.device)
-    row = model.tokenizer([""])
-    return model.texts(row.expand(count, -1), torch.full((count,), min(length or row.shape[1], row.shape[1])))
+    rows = model.tokenizer([""]).repeat(count, 1)
+    longest = rows.shape[1]
+    length = min(length or longest, longest)
+    if model.padding is not None:  # their length is where padding begins: any other token fills them
+        rows[:, :length], rows[:, length:] = rows[0, 0].clone(), model.padding
+    return model.texts(rows, torch.full((count,), length))
 
 
 def _loss_bytes(context: StepContext, dim: int, dtype: torch.dtype, device: torch.device) -> int:
