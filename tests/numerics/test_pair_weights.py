@@ -184,6 +184,23 @@ def test_a_caption_with_few_visits_is_judged_by_all_captions_of_its_sample():
     assert columns is not None and columns.tolist() == [0, 1, 2]
 
 
+def test_fits_go_on_in_a_table_that_grew_or_was_filled_from_elsewhere():
+    """Epochs are counted anew in more data; a checkpoint is loaded in place, without load_state_dict."""
+    image, text, _ = pairs(0.2)
+    loss = create("infonce")
+    run(loss, image, text, range(4))
+    weights = loss.pair_weights
+    assert loss.state is not None and weights is not None and weights.fit[-1] == 3
+    loss.resize(SAMPLES + 5)
+    loss.set_epoch(1, 4)
+    assert weights.fit[-1] == 1
+    with torch.no_grad():
+        weights.fit[-1] = 0
+    weights.loaded()
+    loss.set_epoch(1, 4)
+    assert weights.fit[-1] == 1
+
+
 def test_tables_of_captions_grow_and_are_refused_where_they_do_not_fit():
     image, text, _ = pairs(0.2)
     loss, other, single = (create("infonce", captions=captions) for captions in (3, 3, 1))

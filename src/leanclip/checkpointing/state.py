@@ -89,6 +89,8 @@ class RunState:
         averages = self._averages() if any(name.startswith(EMA) for name in stored.shapes) else {}
         _check(averages, stored, (EMA,) if averages else ())
         stored.read_into(modules | averages | moments | random, group)
+        if self.loss.pair_weights is not None:
+            self.loss.pair_weights.loaded()
         if self.ema is not None and averages:
             self.ema.updates = values["ema"]["updates"]
         elif self.ema is not None:

@@ -213,6 +213,8 @@ class ContrastiveLoss(nn.Module):
         """Grow the per-sample tables for samples added to the data."""
         if self.state is not None:
             self.state.resize(num_samples)
+        if self.pair_weights is not None:
+            self.pair_weights.fit_again()
 
     def gather_ids(
         self, sample_ids: Tensor | None, text_ids: Tensor | None, local: Local

@@ -91,11 +91,16 @@ class PairWeights(nn.Module):
         self.register_buffer("fit", torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0, -1.0]))
         state.register_buffer(NULL, torch.zeros(2))
         self._turn, self._refit = -1, None
-        self.register_load_state_dict_post_hook(PairWeights._forget_turn)
+        self.register_load_state_dict_post_hook(PairWeights.loaded)
 
-    def _forget_turn(self, incompatible: object) -> None:
-        """A loaded fit may be an earlier one."""
+    def loaded(self, incompatible: object = None) -> None:
+        """The fit may be an earlier one now."""
         self._turn = -1
+
+    def fit_again(self) -> None:
+        """At the next epoch, whichever it is: fits are counted in epochs of another length now."""
+        self._turn = -1
+        self.fit[-1] = -1
 
     def columns(self, caption_numbers: Tensor | None, count: int) -> Tensor | None:
         """In which column of the tables each pair is; None where they have one. Captions beyond the columns share
