@@ -111,6 +111,10 @@ def test_the_memory_has_a_bound():
     """Of a batch of any size, on the host and on the device."""
     ring = CropRing((224, 224), workers=16, samples=PART)
     assert ring.slots * ring.slot_bytes < 2.8e9
+    for size, workers in ((512, 16), (1024, 64)):
+        ring = CropRing((size, size), workers=workers, samples=PART)
+        assert ring.slots * ring.slot_bytes <= max(4 << 30, ring.slots * PART * ring.crop_bytes)
+        assert ring.slot_bytes >= PART * ring.crop_bytes
     assert device_bytes(torch.empty(4096, 3, 224, 224, device="meta")) < 110 << 20
     assert device_bytes(torch.empty(8, 3, 224, 224, device="meta")) < 20 << 20
 

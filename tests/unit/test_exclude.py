@@ -10,7 +10,8 @@ from checkpoint_runs import equal, job_of, saved_tensors, train
 from shard_files import picture, write_shard
 
 from leanclip.checkpointing.storage import StoredTensors
-from leanclip.data.exclusion.listed import listed_samples
+from leanclip.data.datasets import _checksum
+from leanclip.data.exclusion.listed import Listed, listed_samples
 from leanclip.data.exclusion.same_shards import same_shards
 from leanclip.data.order import NO_IDS, SplitVisits, WeightedVisits
 from leanclip.data.shards import Shards
@@ -234,9 +235,15 @@ def test_a_table_by_caption_names_captions_and_samples_without_another(several, 
         assert "3 of 40 samples are left out, and 5 captions of 3 others; 1 rows" in message
     write_table(tmp_path / "whole.parquet", [{"id": 7, "numbers": 0}, {"id": 8, "numbers": 2}])  # not as text
     assert listed_samples(tmp_path / "whole.parquet", source).captions == {7: {0}, 8: {2}}
-    for numbers in ("x", "0,1", "0.0"):
-        with refuses("data.unreadable", "numbers", numbers):
+    for numbers in ("x", "0,1", "0.0", "9" * 5000):
+        with refuses("data.unreadable", "numbers", numbers[:40]):
             listed_samples(write_table(tmp_path / "table.csv", [{"id": 4, "numbers": numbers}]), source)
+
+
+def test_samples_and_captions_of_the_same_numbers_have_other_checksums():
+    two = Listed(np.array([1, 2]), "", {})
+    caption = Listed(np.array([], np.int64), "", {1: frozenset({2})})
+    assert len({_checksum(listed, 9) for listed in (two, caption, two._replace(captions=caption.captions))}) == 3
 
 
 def test_a_sample_whose_other_captions_are_never_drawn_is_left_out(tmp_path):

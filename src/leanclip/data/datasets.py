@@ -191,7 +191,10 @@ def _without_excluded(
 def _checksum(listed: Listed, samples: int) -> int | None:
     """Of what is left out of the first samples; None for nothing."""
     captions = [(i, n) for i, numbers in sorted(listed.captions.items()) if i < samples for n in sorted(numbers)]
-    content = listed.ids[listed.ids < samples].tobytes() + np.array(captions, np.int64).tobytes()
+    ids = listed.ids[listed.ids < samples]
+    content = ids.tobytes()
+    if captions:  # their number of ids keeps both apart
+        content += np.array([(len(ids), -1), *captions], np.int64).tobytes()
     return zlib.crc32(content) if content else None
 
 

@@ -22,6 +22,7 @@ from leanclip.ops.resize import FILTER_BYTES, bicubic, longest_side, resize_crop
 
 PART = 64  # samples
 CROP_BYTES = 6  # times those of a resized crop: the room for each on average
+MOST_BYTES = 4 << 30  # of all slots, unless resized crops alone need more
 SLOTS = 3  # of each worker: two parts that are decoded or wait, one on its way to the GPU
 
 
@@ -39,8 +40,9 @@ class CropRing:
         """`samples`: the most in a slot."""
         self.size = size  # of a resized crop: height, width
         self.crop_bytes = 3 * math.prod(size)
-        self.slot_bytes = samples * CROP_BYTES * self.crop_bytes
         self.slots = max(1, SLOTS * workers)
+        least, most = samples * self.crop_bytes, samples * CROP_BYTES * self.crop_bytes
+        self.slot_bytes = max(least, min(most, MOST_BYTES // self.slots))
         self._keep(os.memfd_create("leanclip-crops"))
         os.ftruncate(self._fd, self.slots * self.slot_bytes)
 

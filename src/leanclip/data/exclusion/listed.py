@@ -18,6 +18,7 @@ TABLES = (".csv", ".parquet")
 COLUMNS = ("id", "key", "shard", "probability", "numbers")
 SHOWN_SAMPLES = 1_000_000  # whose keys are read in more than a moment
 REPORT_EVERY = 1 << 14  # keys
+MAX_DIGITS = 19  # of a number, which fits into 64 bits then
 LEAST_PROBABILITY = 0.5  # of being wrong, above which a row of a table of suspects is taken
 
 
@@ -143,7 +144,7 @@ def _entries(path: Path) -> Iterator[Entry]:
         with path.open(encoding="utf-8", errors="replace") as file:
             for text in filter(None, map(str.strip, file)):
                 digits = text.removeprefix(ID_PREFIX)
-                is_id = digits != text and digits.isdecimal() and len(digits) < 19
+                is_id = digits != text and digits.isdecimal() and len(digits) < MAX_DIGITS
                 yield Entry(None, int(digits)) if is_id else Entry(text)
     except (OSError, csv.Error) as error:
         raise UserError(f"--exclude {path} cannot be read ({first_line(error)})", code="data.unreadable") from error
@@ -156,7 +157,7 @@ def _table_entries(path: Path) -> Iterator[Entry]:
         if "key" not in row and "id" not in row:
             raise UserError(f"--exclude {path} has neither a column key nor a column id", code="data.missing_column")
         number, key = ("" if row.get(name) is None else str(row[name]) for name in ("id", "key"))
-        index = int(number) if number.isdecimal() and len(number) < 19 else None
+        index = int(number) if number.isdecimal() and len(number) < MAX_DIGITS else None
         shard = str(row["shard"]) if row.get("shard") else None
         captions = () if row.get("numbers") is None else _numbers(str(row["numbers"]), path)
         taken = "probability" not in row or _is_likely(row["probability"])
@@ -164,7 +165,8 @@ def _table_entries(path: Path) -> Iterator[Entry]:
 
 
 def _numbers(text: str, path: Path) -> tuple[int, ...]:
-    if not all(map(str.isdecimal, numbers := text.split())):
+    numbers = text.split()
+    if not all(number.isdecimal() and len(number) < MAX_DIGITS for number in numbers):
         raise UserError(
             f"--exclude {path}: the column numbers has {text[:40]!r}; it holds numbers of captions with spaces"
             " between them, or nothing for all captions",
