@@ -13,6 +13,11 @@ from stats import paired, percent
 from wrong_captions import BATCH_ARMS, SHARES, STAIRS, stored
 
 BOOTSTRAP_DRAWS = 10_000
+LABELS = {
+    "infonce": "InfoNCE, learned temperature", "infonce-constant": "InfoNCE, constant temperature",
+    "dcl-constant": "dcl, constant temperature", "v1": "fastclip-v1", "v1-auto": "fastclip-v1, learned pair weights",
+    "v1-without-wrong": "fastclip-v1, wrong pairs left out",
+}  # fmt: skip
 
 
 def compared(path: Path) -> dict[tuple[float, int, str], dict[int, dict[str, str]]]:
@@ -109,4 +114,5 @@ def draw(path: Path) -> None:
 def _line(axes: Any, points: Sequence[tuple[float, Mapping[int, Mapping[str, str]]]], label: str) -> None:
     values = [[100 * value for value in means(seeds).values()] for _, seeds in points]
     spreads = [statistics.stdev(v) if len(v) > 1 else 0.0 for v in values]
+    label = LABELS[label]
     axes.errorbar([x for x, _ in points], [statistics.fmean(v) for v in values], spreads, label=label, capsize=2)
