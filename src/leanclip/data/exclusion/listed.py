@@ -140,7 +140,7 @@ def _entries(path: Path) -> Iterator[Entry]:
         if path.suffix.lower() in TABLES:
             yield from _table_entries(path)
             return
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
             for text in filter(None, map(str.strip, file)):
                 digits = text.removeprefix(ID_PREFIX)
                 is_id = digits != text and digits.isdecimal() and len(digits) < 19
@@ -164,7 +164,8 @@ def _table_entries(path: Path) -> Iterator[Entry]:
 
 
 def _numbers(text: str, path: Path) -> tuple[int, ...]:
-    if not all(map(str.isdecimal, numbers := text.split())):
+    numbers = text.split()
+    if not all(number.isdecimal() and len(number) < 19 for number in numbers):
         raise UserError(
             f"--exclude {path}: the column numbers has {text[:40]!r}; it holds numbers of captions with spaces"
             " between them, or nothing for all captions",
@@ -181,8 +182,8 @@ def _is_likely(probability: Any) -> bool:
 
 
 def _csv_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        yield from csv.DictReader(file)
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        yield from csv.DictReader(file, strict=True)  # a quote that is never closed would take all rows after it
 
 
 def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -200,5 +201,5 @@ def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
             yield from batch.to_pylist()
         if not columns:
             yield {}
-    except ArrowException as error:
+    except (ArrowException, ValueError) as error:  # ValueError: text that is not UTF-8, impossible times
         raise UserError(f"--exclude {path} cannot be read ({first_line(error)})", code="data.unreadable") from error
