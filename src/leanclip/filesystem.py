@@ -55,10 +55,11 @@ def remove_litter(folder: Path, pattern: str = ".*.tmp") -> None:
 
 
 def check_target(final: Path) -> None:
-    """An OSError if a file cannot get this path; a move to a device such as /dev/stdout would replace it."""
+    """An OSError if a file cannot get this path. A move to a device would replace it, and one to /dev/stdout the link
+    of that name, which may lead to a file."""
     if not final.absolute().parent.is_dir():
         raise OSError(errno.ENOENT, "no such directory")
-    if final.exists() and not final.is_file():
+    if (final.exists() and not final.is_file()) or final.absolute().parent == Path("/dev"):
         raise OSError(errno.EEXIST, "not a regular file")
 
 
