@@ -4,14 +4,16 @@ What may come of it: the right data, a counted broken sample, or a UserError of 
 hang, more than 2 GiB of memory, or other data from a file that leanclip protects by a checksum.
 """
 
+import contextlib
 import json
+import os
 import shutil
 
 import numpy as np
 import pytest
 from checkpoint_runs import TINY, train
 from data_forms import make_coco, make_csv, make_flickr_folder, make_listed_folder, make_parquet_bytes, make_tsv
-from file_fuzz import BINARY, TEXT, Target, fuzz, samples
+from file_fuzz import BINARY, TEXT, Target, fuzz, limits, samples
 from shard_files import sound, write_shard
 from test_report_comparison import zero_shot
 from test_report_pair_weights import suspects
@@ -23,6 +25,7 @@ from leanclip.data.csv_table import Table
 from leanclip.data.exclusion.listed import listed_samples
 from leanclip.data.index import INDEX_NAME
 from leanclip.data.shards import load_manifest
+from leanclip.errors import UserError
 from leanclip.models import ModelConfig, check_vocabulary, create_model
 from leanclip.packing.coco import Coco
 from leanclip.packing.folder import Folder
@@ -244,6 +247,15 @@ def test_a_damaged_file_gives_data_or_one_line(name, tmp_path, finished_run):
     outcomes = run_fuzz(name, tmp_path, finished_run)
     protected = name in ("index cache", "pack.jsonl", "broken.jsonl")
     assert outcomes["other"] + outcomes["error"] + outcomes["same"] * protected > 20, outcomes
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_file_of_three_gigabytes_of_zeros_takes_neither_memory_nor_time(name, tmp_path, finished_run):
+    target = TARGETS[name][0](tmp_path, finished_run)
+    target.read()
+    os.truncate(target.path, 3 << 30)
+    with limits(), contextlib.suppress(UserError):
+        target.read()
 
 
 @pytest.mark.slow

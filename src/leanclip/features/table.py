@@ -20,7 +20,7 @@ from torch import Tensor
 
 from leanclip.data.source import BrokenSample
 from leanclip.errors import first_line, one_line
-from leanclip.filesystem import parse_json, write_atomically
+from leanclip.filesystem import lines_of, parse_json, write_atomically
 from leanclip.progress import ACTIVITY
 
 MISSING, COMPUTED, BROKEN = 0, 1, 2
@@ -172,7 +172,7 @@ class FeatureTable:
 
     def _read_broken(self) -> Iterator[tuple[int, tuple[str, str]]]:
         path = self.directory / "broken.jsonl"
-        for line in path.read_bytes().splitlines() if path.is_file() else ():
+        for line in lines_of(path) if path.is_file() else ():
             with contextlib.suppress(ValueError, TypeError):  # a damaged line: the marks count, not the messages
                 index, kind, message = parse_json(line)
                 yield int(index), (str(kind), one_line(str(message)))

@@ -22,7 +22,7 @@ from PIL import Image
 from leanclip.data.decode import decoding, examine, naming, open_image
 from leanclip.data.source import BrokenSample, Packable
 from leanclip.errors import UserError, first_line
-from leanclip.filesystem import atomic_path, parse_json
+from leanclip.filesystem import MAX_JSON_BYTES, atomic_path, parse_json
 from leanclip.worker_pool import Tick, run_tasks
 
 JOURNAL = "pack.jsonl"
@@ -127,12 +127,12 @@ def _journal(out: Path, source: Packable, config: PackConfig) -> Iterator[IO[byt
         with (out / JOURNAL).open("ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.seek(0)
-            content = file.read()
+            content = file.read(MAX_JSON_BYTES)
             complete = content[: content.rfind(b"\n") + 1]  # a killed process leaves an incomplete line
-            file.truncate(len(complete))
             if complete:
                 _refuse_other(out, complete.partition(b"\n")[0], head)
-            else:
+            file.truncate(len(complete))
+            if not complete:
                 file.write(_line(head))
             file.seek(0)
             yield file
@@ -150,6 +150,8 @@ def _line(content: dict[str, Any]) -> bytes:
 
 def _refuse_other(out: Path, first: bytes, head: dict[str, Any]) -> None:
     try:
+        if (out / JOURNAL).stat().st_size > MAX_JSON_BYTES:
+            raise ValueError("too large")
         stored = dict(parse_json(first))
     except (ValueError, TypeError) as error:
         raise UserError(
