@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 import tomli_w
 
 from leanclip.errors import UserError, first_line
-from leanclip.filesystem import write_atomically
+from leanclip.filesystem import read_bounded, write_atomically
 from leanclip.losses import LossConfig
 from leanclip.runs import TrainConfig
 from leanclip.runs.config import AUTO_LOSS
@@ -84,7 +84,7 @@ def load_toml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"no such config file: {path}", code="config.not_found")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_bounded(path).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid TOML ({first_line(error)})", code="config.bad_toml") from error
 

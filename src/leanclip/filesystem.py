@@ -20,6 +20,7 @@ from leanclip.errors import UserError, first_line
 
 LITTER_SECONDS = 5  # a younger file may be about to be locked
 MAX_JSON_BYTES = 256 << 20
+MAX_LINE_BYTES = 16 << 20
 MAX_JSON_DEPTH = 100
 MAX_JSON_DIGITS = 20  # of an integer: 64 bits
 
@@ -55,10 +56,11 @@ def remove_litter(folder: Path, pattern: str = ".*.tmp") -> None:
 
 
 def check_target(final: Path) -> None:
-    """An OSError if a file cannot get this path; a move to a device such as /dev/stdout would replace it."""
+    """An OSError if a file cannot get this path. A move to a device would replace it, and one to /dev/stdout the link
+    of that name, which may lead to a file."""
     if not final.absolute().parent.is_dir():
         raise OSError(errno.ENOENT, "no such directory")
-    if final.exists() and not final.is_file():
+    if (final.exists() and not final.is_file()) or final.absolute().parent == Path("/dev"):
         raise OSError(errno.EEXIST, "not a regular file")
 
 
@@ -144,13 +146,25 @@ def _aside(final: Path) -> Path:
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """The content of a JSON file. If it is missing, damaged, too large or no regular file, it is a UserError."""
     try:
-        if path.exists() and not path.is_file():
-            raise OSError("not a regular file")  # reading a pipe or a device may never end
-        if path.stat().st_size > max_bytes:
-            raise ValueError(f"more than {max_bytes:,} bytes")
-        return parse_json(path.read_bytes())
+        return parse_json(read_bounded(path, max_bytes=max_bytes))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path} ({first_line(error)})", code="file.bad_json") from error
+
+
+def read_bounded(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """The content of a file. An OSError if it is no regular file, a ValueError if it is larger than it can be."""
+    if path.exists() and not path.is_file():
+        raise OSError("not a regular file")  # reading a pipe or a device may never end
+    if path.stat().st_size > max_bytes:
+        raise ValueError(f"more than {max_bytes:,} bytes")
+    return path.read_bytes()
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The lines of a file with their ends. One that no program writes comes in pieces, so that it takes no memory."""
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            yield line
 
 
 def parse_json(text: str | bytes) -> Any:

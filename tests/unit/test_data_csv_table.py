@@ -116,7 +116,7 @@ def test_the_error_for_data_to_pack_names_the_command(tmp_path, monkeypatch, dat
     ("data", "code"),
     [
         ("none.csv", "data.not_found"),
-        *((f"synthetic:{size}", "data.bad_synthetic") for size in ("", "0", "many", "-3", "5:png")),
+        *((f"synthetic:{size}", "data.bad_synthetic") for size in ("", "0", "many", "-3", "5:png", "9" * 400)),
     ],
 )
 def test_unusable_sources_are_refused(data, code):

@@ -51,6 +51,14 @@ def test_patterns_expand_in_a_stable_order(tmp_path):
         Shards(str(tmp_path / "s-{00..03}.tar"))
 
 
+@pytest.mark.parametrize(
+    "braces", ["{0..99999999999}", "{5..-9999999}{a,b}", "{0..9}" * 40, "{" + "9" * 5000 + "..1}"]
+)
+def test_braces_that_name_too_many_files_are_refused(braces):
+    with refuses("data.bad_pattern"):
+        expand(f"a-{braces}.tar")
+
+
 def test_val_split_holds_out_without_overlap():
     data = open_datasets(DataConfig(val_split=0.1), seed=4)
     assert data.val is not None

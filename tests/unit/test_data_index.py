@@ -195,7 +195,7 @@ def entry(**changes):
 
 PLANTED = {
     **{f"{key} {value:g}": {"shards": {"0.tar": entry(**{key: value})}}
-       for key in ("start", "stop", "size") for value in (-5, 10**9, 10**18, 10**30)},
+       for key in ("start", "stop", "size") for value in (-5, 10**9, 10**18, 10**30, math.inf)},
     "deep": "[" * 100_000,
     "no table": [1],
     "no shards": {},

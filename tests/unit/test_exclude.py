@@ -5,8 +5,10 @@ import json
 import shutil
 
 import numpy as np
+import pyarrow
 import pytest
 from checkpoint_runs import equal, job_of, saved_tensors, train
+from pyarrow import parquet
 from shard_files import picture, write_shard
 
 from leanclip.checkpointing.storage import StoredTensors
@@ -152,9 +154,33 @@ def test_mistakes_are_refused(source, tmp_path):
     (tmp_path / "other.csv").write_text("name,value\n1,2\n")
     with refuses("data.missing_column", "other.csv"):
         listed_samples(str(tmp_path / "other.csv"), source)
-    (tmp_path / "damaged.parquet").write_text("no parquet")
+    for numbers in ("9" * 5000, "1.5", "²"):
+        (tmp_path / "numbers.csv").write_text(f"key,numbers\na,{numbers}\n")
+        with refuses("data.unreadable", "numbers.csv", numbers[:40]):
+            listed_samples(str(tmp_path / "numbers.csv"), source)
+    damaged = tmp_path / "damaged.parquet"
+    damaged.write_text("no parquet")
     with refuses("data.unreadable", "damaged.parquet"):
-        listed_samples(str(tmp_path / "damaged.parquet"), source)
+        listed_samples(str(damaged), source)
+    for column in (
+        pyarrow.array([b"\xff", b"a"]).view(pyarrow.string()),
+        pyarrow.array([1], pyarrow.timestamp("ns")),
+    ):
+        parquet.write_table(pyarrow.table({"key": column}), damaged)
+        with refuses("data.unreadable", "damaged.parquet"):
+            listed_samples(str(damaged), source)
+
+
+def test_a_quote_that_is_never_closed_hides_no_rows(source, tmp_path):
+    (tmp_path / "t.csv").write_text('key,caption\na,x\n"b,y\nc,z\n')
+    with refuses("data.unreadable", "t.csv"):
+        listed_samples(str(tmp_path / "t.csv"), source)
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.txt"])
+def test_a_byte_order_mark_is_no_part_of_a_name(name, source, tmp_path):
+    (tmp_path / name).write_text("key\nd\n" if name == "t.csv" else "d\n", encoding="utf-8-sig")
+    assert listed_samples(str(tmp_path / name), source).ids.tolist() == [6]
 
 
 def test_a_run_without_them_keeps_ids_and_resumes_with_the_same_ones_only(tmp_path, capsys):

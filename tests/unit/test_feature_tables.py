@@ -1,6 +1,7 @@
 """Features of locked towers, computed once: the same training as with towers that run in every step."""
 
 import gc
+import io
 import json
 import pickle
 import re
@@ -179,12 +180,25 @@ def test_held_out_and_excluded_samples_share_the_table(tmp_path, capsys, option)
         assert ("training data: computed" in capsys.readouterr().out) == (number == 0)
 
 
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
 def test_a_damaged_table_is_computed_again(tmp_path, capsys):
     options = {"train_data": shard(tmp_path), "global_batch_size": 16, "lock_text": True, "cache_locked": 1}
     assert train(tmp_path, **options, max_steps=3) == 0
     expected = losses(tmp_path)
     (directory,) = (tmp_path / "cache/features").iterdir()
-    for name, content in (("features.npy", b"no array"), ("table.json", b"{"), ("first.npy", b"")):
+    first, done = (np.load(directory / f"{name}.npy") for name in ("first", "done"))
+    damages = {
+        "features.npy": [b"no array", b"PK\3\4" + bytes(99)],
+        "table.json": [b"{", b"[" * 100_000],
+        "first.npy": [b"", npy(first[::-1]), npy(first * 2), npy(first[:-1]), npy(first * 1.0)],
+        "done.npy": [npy(done + 7), npy(done[:-1]), npy(done)[:90].replace(b"}", b"(")],
+    }
+    for name, content in [(name, content) for name, contents in damages.items() for content in contents]:
         (directory / name).write_bytes(content)
         assert train(tmp_path, **options, max_steps=3, overwrite=True) == 0
         assert "computed in" in capsys.readouterr().out
@@ -245,6 +259,9 @@ def test_rows_of_a_table(tmp_path):
     with pytest.raises(BrokenSample, match="no pixels") as raised:
         copy.rows(1)
     assert raised.value.kind == "image"
+    (tmp_path / "t/broken.jsonl").write_bytes(b"\xff\n[1]\n5\n" + b"[" * 100_000)
+    with pytest.raises(BrokenSample, match="sample 1"):
+        FeatureTable(tmp_path / "t").rows(1)
     np.testing.assert_array_equal(np.load(tmp_path / "t/features.npy"), rows)
 
 

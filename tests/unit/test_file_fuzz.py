@@ -4,29 +4,37 @@ What may come of it: the right data, a counted broken sample, or a UserError of 
 hang, more than 2 GiB of memory, or other data from a file that leanclip protects by a checksum.
 """
 
+import contextlib
 import json
+import os
 import shutil
 
+import numpy as np
 import pytest
 from checkpoint_runs import TINY, train
 from data_forms import make_coco, make_csv, make_flickr_folder, make_listed_folder, make_parquet_bytes, make_tsv
-from file_fuzz import BINARY, Target, fuzz, samples
+from file_fuzz import BINARY, TEXT, Target, fuzz, limits, samples
 from shard_files import sound, write_shard
 from test_report_comparison import zero_shot
 from test_report_pair_weights import suspects
 
 from leanclip.checkpointing.resume import SavedRun, find_checkpoint
 from leanclip.cli.train import parse_command
-from leanclip.data import Shards, index
+from leanclip.data import BrokenSample, Shards, index
 from leanclip.data.csv_table import Table
+from leanclip.data.exclusion.listed import listed_samples
 from leanclip.data.index import INDEX_NAME
 from leanclip.data.shards import load_manifest
+from leanclip.errors import UserError
 from leanclip.models import ModelConfig, check_vocabulary, create_model
 from leanclip.packing.coco import Coco
 from leanclip.packing.folder import Folder
+from leanclip.packing.pack import JOURNAL, PackConfig, pack
 from leanclip.packing.parquet import Parquet
 from leanclip.reporting import write_report
 from leanclip.runs.metrics import MetricsLog
+from leanclip.search.store import COLUMNS, EmbeddingStore
+from leanclip.suspects.table import Suspect, write_table
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,9 @@ def run_copy(finished_run, folder):
 
 def index_cache(folder, _):
     shard = write_shard(folder / "data.tar", sound(8))
-    Shards(str(shard))
+    with pytest.MonkeyPatch.context() as patch:  # not for the bundled data, which other targets read
+        patch.setattr(index, "MIN_KEPT_BYTES", 0)
+        Shards(str(shard))
     return Target(folder / INDEX_NAME, lambda: samples(Shards(str(shard))), exact=True)
 
 
@@ -124,6 +134,60 @@ def parquet(folder, _):
     return Target(folder / "1.parquet", lambda: samples(Parquet(folder)), damages=BINARY)
 
 
+def pack_journal(folder, _):
+    """Whatever the journal says, the shards have the same bytes."""
+    source, out = Folder(make_listed_folder(folder / "images", 6)), folder / "shards"
+
+    def resume():
+        summary = pack(source, out, PackConfig(samples_per_shard=2))
+        assert summary.shards == 3
+        return tuple(path.read_bytes() for path in sorted(out.glob("*.tar")))
+
+    resume()
+    return Target(out / JOURNAL, resume, exact=True)
+
+
+def excluded(folder, _):
+    """A table of suspects."""
+    shards, path = Shards(str(write_shard(folder / "data.tar", sound(8)))), folder / "suspects.csv"
+    rows = [Suspect(n + 1, n, f"{n:05d}", str(folder / "data.tar"), "a caption", 1.5, 0.9, "0") for n in range(6)]
+    write_table(path, iter(rows))
+    return Target(path, lambda: str(listed_samples(str(path), shards)))
+
+
+def embeddings(name):
+    def target(folder, _):
+        facts = {
+            "format": 1,
+            "model": {"place": "a/model", "digest": "0123abc", "dim": 3, "preprocess": {}, "precision": "fp32"},
+            "data": {"location": "data", "samples": 6, "identity": [], "columns": dict.fromkeys(COLUMNS)},
+            "shards": [["a/0.tar", 0], ["a/1.tar", 4]],
+        }
+        store = EmbeddingStore.create(folder / "out", facts, {"images": np.arange(7)}, key_bytes=16)
+        store.write_keys(list(range(6)), [f"key {number}" for number in range(6)])
+        store.tables["images"].write(range(5), np.ones((5, 3), np.float16))
+        store.tables["images"].mark_broken(5, "image", "no pixels")
+
+        def read():
+            opened = EmbeddingStore(folder / "out")
+            table = opened.tables["images"]
+            ids = range(opened.samples)
+            rows = [str(_row(table, index)) for index in ids]
+            parts = str(opened.facts), str([opened.ids_of_shard(int(opened.shard_number(index))) for index in ids])
+            return *parts, str([opened.key(index) for index in ids]), *rows
+
+        return Target(folder / "out" / name, read, damages=TEXT if name.endswith("json") else BINARY)
+
+    return target
+
+
+def _row(table, index):
+    try:
+        return table.rows(index)
+    except BrokenSample as broken:
+        return broken.kind
+
+
 def model_config(folder, _):
     path = folder / "model.json"
     path.write_text(json.dumps(TINY | {"quick_gelu": False, "custom_text": True}, indent=1))
@@ -154,6 +218,13 @@ TARGETS = {
     "COCO": (coco, 400),
     "parquet": (parquet, 300),
     "model config": (model_config, 300),
+    "pack.jsonl": (pack_journal, 200),
+    "suspects.csv": (excluded, 300),
+    "embeddings.json": (embeddings("embeddings.json"), 400),
+    "keys.npy": (embeddings("keys.npy"), 200),
+    "first.npy": (embeddings("images/first.npy"), 300),
+    "done.npy": (embeddings("images/done.npy"), 200),
+    "broken.jsonl": (embeddings("images/broken.jsonl"), 200),
 }
 
 
@@ -165,7 +236,6 @@ def run_fuzz(name, folder, finished_run, *, factor=1, seed=0):
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("LEANCLIP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(index, "MIN_KEPT_BYTES", 0)
 
 
 def test_the_number_of_cases():
@@ -175,7 +245,17 @@ def test_the_number_of_cases():
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_damaged_file_gives_data_or_one_line(name, tmp_path, finished_run):
     outcomes = run_fuzz(name, tmp_path, finished_run)
-    assert outcomes["other"] + outcomes["error"] + outcomes["same"] * (name == "index cache") > 20, outcomes
+    protected = name in ("index cache", "pack.jsonl", "broken.jsonl")
+    assert outcomes["other"] + outcomes["error"] + outcomes["same"] * protected > 20, outcomes
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_file_of_three_gigabytes_of_zeros_takes_neither_memory_nor_time(name, tmp_path, finished_run):
+    target = TARGETS[name][0](tmp_path, finished_run)
+    target.read()
+    os.truncate(target.path, 3 << 30)
+    with limits(), contextlib.suppress(UserError):
+        target.read()
 
 
 @pytest.mark.slow

@@ -72,6 +72,19 @@ def test_numbers_and_names_beyond_bounds_are_refused(flags, code, tmp_path, caps
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["n" * 300, "n/" * 3000])
+def test_paths_that_are_too_long_are_refused(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ["report", name], ["evaluate", name], ["export", name, "x.safetensors"], ["data", "suspects", name],
+        ["search", name], ["embed", name, "synthetic:4", "out"], train("--config", name), train("--resume", name),
+        train("--pretrained", name), train("--model", name), train("--exclude", name), train("--train-data", name),
+    ):  # fmt: skip
+        line = refusal(arguments, capsys)
+        assert refusal_code(line) and len(line) < 2000, arguments
+    assert not [path for path in tmp_path.iterdir() if path.name != "logs"]
+
+
 def test_the_largest_seed_trains(tmp_path, capsys):
     finishes(train("--logs", str(tmp_path), "--name", "x", *SHORT, "--seed", str(2**63 - 1)), capsys)
 

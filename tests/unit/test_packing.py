@@ -138,6 +138,32 @@ def test_other_data_or_settings_are_refused(tmp_path):
         pack(Table(table), out, config)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe", b"[" * 100_000, b"[1, 2]", b'{"shard": "0", "samples": 4, "bytes": 1}',
+        b'{"shard": 0.5, "samples": 4, "bytes": 1}', b'{"shard": null, "samples": 4, "bytes": 1}',
+        b'{"shard": %s, "samples": 4, "bytes": 1}' % (b"9" * 18), b'{"shard": -1, "samples": 4, "bytes": 1}',
+        b'{"shard": 0, "samples": -9, "bytes": BYTES}', b'{"shard": 0, "samples": "x", "bytes": BYTES}',
+        b'{"shard": 0, "samples": 4, "bytes": BYTES, "skipped": 5}',
+        b'{"shard": 0, "samples": 4, "bytes": BYTES, "skipped": {"huge": 1}, "examples": [1]}',
+    ],
+    ids=lambda line: line[:60].decode(errors="replace"),
+)  # fmt: skip
+def test_damaged_lines_of_the_journal_are_not_used(line, tmp_path):
+    table, out, config = make_csv(tmp_path / "data", 8), tmp_path / "out", PackConfig(samples_per_shard=4)
+    expected = pack(Table(table), out, config)
+    content, size = (out / "pack.jsonl").read_bytes(), (out / "00000.tar").stat().st_size
+    head, _, second = content.splitlines()
+    damaged = line.replace(b"BYTES", str(size).encode())
+    (out / "pack.jsonl").write_bytes(b"\n".join([head, damaged, second, b""]))
+    again = pack(Table(table), out, config)
+    assert (again.samples, again.finished_before, again.bytes) == (expected.samples, 1, expected.bytes)
+    (out / "pack.jsonl").write_bytes(damaged + b"\n" + content)
+    with refuses("pack.other_source" if line.startswith(b"{") else "pack.journal_damaged", str(out)):
+        pack(Table(table), out, config)
+
+
 def test_a_second_process_is_refused(tmp_path):
     class Slow(Synthetic):
         def captions(self, index):

@@ -72,8 +72,15 @@ def test_the_approximate_index_is_built_once_and_finds_almost_all(embedded, tmp_
     written = (out / "images/index.usearch").stat().st_mtime_ns
     open_index(store, largest_exact=10, notify=said.append)
     assert (out / "images/index.usearch").stat().st_mtime_ns == written and len(said) == 2
-    (out / "images/index.usearch").write_bytes(b"damaged")
-    assert len(open_index(store, largest_exact=10).nearest(np.ones(48), 5).ids) == 5
+    index = out / "images/index.usearch"
+    content = index.read_bytes()
+    flipped = bytearray(content)
+    for position in range(0, len(flipped), 50):  # usearch itself would follow what is there, and end the process
+        flipped[position] ^= 0x55
+    for damaged in (b"damaged", bytes(flipped)):
+        index.write_bytes(damaged)
+        assert len(open_index(store, largest_exact=10).nearest(np.ones(48), 5).ids) == 5
+        assert len(index.read_bytes()) == len(content) and index.read_bytes() != damaged
     monkeypatch.setitem(sys.modules, "usearch.index", None)
     with refuses("install.search", "leanclip[search]"):
         open_index(store, largest_exact=10)
@@ -231,9 +238,10 @@ def test_suspects_are_joined_by_shard_and_key(kind, engine, tmp_path):
     assert rows is not None and [row["id"] for row in rows] == [33, 7, None]
     assert rows[1]["caption"] == SCRIPT
     assert find_suspects(engine.store, None) is None
-    path.write_bytes(b"a,b\n1,2\n")
-    with refuses("search.bad_suspects"):
-        find_suspects(engine.store, str(path))
+    for content in (b"a,b\n1,2\n", b'key,shard\n"k33,0\nk07,0\n'):
+        path.write_bytes(content)
+        with refuses("search.bad_suspects"):
+            find_suspects(engine.store, str(path))
 
 
 def test_suspects_of_shards_with_the_same_name_are_told_apart(engine, tmp_path, monkeypatch):

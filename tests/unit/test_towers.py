@@ -212,9 +212,10 @@ def test_towers_that_do_not_fit_are_one_line(bert, timm_weights, tmp_path, capsy
     assert refused(text_tower=f"hf:{tmp_path}")[0] == "model.config_not_found"
     assert refused(image_tower="timm:test_vit", pretrained_image="absent")[0] == "weights.not_found"
     assert refused(image_tower="timm:test_vit", pretrained_image=tmp_path)[0] == "weights.not_found"
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    code, line = refused(text_tower=f"hf:{tmp_path}")
-    assert code == "model.unsupported_text_tower" and "roberta" in line
+    for kind in ("gpt2", [], {}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        code, line = refused(text_tower=f"hf:{tmp_path}")
+        assert code == "model.unsupported_text_tower" and "roberta" in line
     assert "--pretrained-image" in refused(image_tower="timm:test_vit", pretrained=vit)[1]
     assert refused(embed_dim=64)[0] == refused(image_tower="timm:test_vit", embed_dim=0)[0] == "config.bad_value"
     assert refused(image_tower="ViT-B-32-quickgelu", text_tower="ViT-B-32")[0] == "model.other_activation"

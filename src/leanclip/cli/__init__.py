@@ -1,6 +1,7 @@
 """The command line: `leanclip COMMAND`."""
 
 import difflib
+import errno
 import gc
 import importlib
 import multiprocessing
@@ -139,7 +140,13 @@ def _run(arguments: list[str]) -> None:
     elif command == "--version":
         print(__version__)
     elif command in COMMANDS:
-        _imported(f"leanclip.cli.{command}").run(arguments[1:])
+        try:
+            _imported(f"leanclip.cli.{command}").run(arguments[1:])
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            name = str(error.filename)[:80]
+            raise UserError(f"a path is too long: {name}...; give a shorter one", code="file.long_name") from error
     else:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"

@@ -11,7 +11,8 @@ from leanclip.device import autocast_of, device_of
 from leanclip.distributed import Ranks, detect_launch, device_for, process_group
 from leanclip.evaluation import EvaluationSettings
 from leanclip.progress import make_console
-from leanclip.search.embed import BLOCK, COLUMNS, embed_data
+from leanclip.search.embed import BLOCK, embed_data
+from leanclip.search.store import COLUMNS
 from leanclip.worker_pool import MOST_WORKERS
 
 DESCRIPTION = """Embed images and captions with a trained model: unit vectors in float16, in .npy files that NumPy

@@ -30,6 +30,7 @@ SEPARATORS = ("\t", ",", ";", "|")
 SEPARATOR_NAMES = {"\\t": "\t", "tab": "\t", "comma": ","}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_FIELD = 1 << 17  # characters, the limit of the csv module
+MAX_ROW_BYTES = 64 << 20  # of a line
 PROGRESS_BYTES = 1 << 22  # between two updates of the progress bar
 MIN_BAR_BYTES = 200 << 20  # a smaller file is read in less than two seconds, without a progress bar
 
@@ -147,7 +148,10 @@ class Table(Packable):
                 self.path.open("rb") as file,
             ):
                 file.seek(start)
-                for line in file:
+                while line := file.readline(MAX_ROW_BYTES):
+                    if len(line) == MAX_ROW_BYTES:
+                        message = f"{self.path} has a line of more than {MAX_ROW_BYTES:,} bytes; is it a table?"
+                        raise UserError(message, code="data.unreadable")
                     checksum = zlib.crc32(line, checksum)
                     unreported += len(line)
                     if unreported >= PROGRESS_BYTES:

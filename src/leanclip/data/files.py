@@ -6,9 +6,11 @@ A request that takes longer than REMOTE_SECONDS fails: a server may accept conne
 import contextlib
 import glob
 import os
+import re
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -20,6 +22,8 @@ from leanclip.errors import UserError, first_line
 from leanclip.progress import ACTIVITY
 
 MAX_OPEN_FILES = 256  # per process; a data set may have more shards than a process may open
+MAX_FILES = 1_000_000  # that braces name
+RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)(?:\.\.-?\d+)?\}")
 MAX_IMAGE_BYTES = 1 << 30
 MAX_CAPTION_BYTES = 1 << 24  # of a .txt or a .json
 REMOTE_SECONDS = float(os.environ.get("LEANCLIP_REMOTE_TIMEOUT", "60"))  # for one request
@@ -75,9 +79,13 @@ def expand(pattern: str, *, ending: str = ".tar") -> list[str]:
             f"{pattern!r} is a command; give a URL (s3://, gs://, https://) or a local path", code="data.bad_pattern"
         )
     try:
-        parts = list(braceexpand.braceexpand(pattern))
+        # Of a range, braceexpand makes all numbers at once.
+        longest = max((abs(int(b) - int(a)) for a, b in RANGE.findall(pattern)), default=0)
+        parts = list(islice(braceexpand.braceexpand(pattern), MAX_FILES + 1)) if longest <= MAX_FILES else None
     except ValueError as error:
         raise UserError(f"the braces of {pattern!r} do not match: {error}", code="data.bad_pattern") from error
+    if parts is None or len(parts) > MAX_FILES:
+        raise UserError(f"the braces of {pattern!r} name more than {MAX_FILES:,} files", code="data.bad_pattern")
     paths = [path for part in parts for path in (_expand_url if is_remote(part) else _expand_local)(part, ending)]
     if not paths:
         message = f"no *{ending} in {pattern}" if is_folder(pattern) else f"no such file or folder: {pattern}"

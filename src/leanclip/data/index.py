@@ -212,7 +212,7 @@ def _read(path: Path) -> dict[str, IndexedShard]:
     """The shards of an index file by name, their rows unchecked; none if it is missing or damaged."""
     try:
         return _parse(path) if path.exists() else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, struct.error) as error:
         _say_damaged(path, first_line(error))
         return {}
 

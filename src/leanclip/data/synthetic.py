@@ -14,6 +14,7 @@ PREFIX = "synthetic:"
 EXCHANGE_KEY = 0xE8C4  # keeps these random numbers apart from others of the same seed
 RAW_SIDE = 256  # pixels, of the uncompressed images
 NOISE_BYTES = 1 << 20  # every image is a slice of these; generating new noise would dominate the measurement
+MAX_DIGITS = 9  # of the number of samples
 JPEG_SIZE = (500, 375)
 DISTINCT_JPEGS = 64  # for the same reason
 WORDS = [  # one token each
@@ -65,8 +66,11 @@ class Synthetic(Packable):
 def open_synthetic(data: str) -> Synthetic:
     """From `synthetic:N` or `synthetic:N:jpeg`."""
     count, _, form = data.removeprefix(PREFIX).partition(":")
-    if not count.isdecimal() or not int(count) or form not in ("", "jpeg"):
-        message = f"cannot read {data!r}; write {PREFIX}N or {PREFIX}N:jpeg, with N the number of samples"
+    if not count.isdecimal() or len(count) > MAX_DIGITS or not int(count) or form not in ("", "jpeg"):
+        message = (
+            f"cannot read {data!r}; write {PREFIX}N or {PREFIX}N:jpeg, with N the number of samples, of at most"
+            f" {MAX_DIGITS} digits"
+        )
         raise UserError(message, code="data.bad_synthetic")
     return Synthetic(int(count), jpeg=form == "jpeg")
 

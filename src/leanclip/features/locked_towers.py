@@ -24,7 +24,7 @@ from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.features.table import FeatureTable, copy_to_gpu
 from leanclip.features.views import view_batches
-from leanclip.filesystem import cache_directory
+from leanclip.filesystem import cache_directory, parse_json
 from leanclip.models import TwoTower
 from leanclip.models.towers.projection import Projection
 from leanclip.progress import ACTIVITY, progress_bar
@@ -137,9 +137,11 @@ class LockedTowers:
         a rank that looked later would not see those that another has written by then."""
         with_table = directory / "table.json"
         try:
-            if with_table.is_file() and json.loads(with_table.read_text()) == facts:
-                return FeatureTable(directory)
-        except (OSError, ValueError, EOFError):
+            if with_table.is_file() and parse_json(with_table.read_bytes()) == facts:
+                table = FeatureTable(directory)
+                table.check()
+                return table
+        except (OSError, ValueError):
             self.notify(f"{directory} is damaged and is computed again")
         shutil.rmtree(directory, ignore_errors=True)
         try:

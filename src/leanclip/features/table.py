@@ -8,17 +8,19 @@ broken.jsonl                      id, kind and message of each broken sample
 table.json                        what the features were computed from
 """
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from leanclip.data.source import BrokenSample
-from leanclip.filesystem import write_atomically
+from leanclip.errors import first_line, one_line
+from leanclip.filesystem import lines_of, parse_json, write_atomically
 from leanclip.progress import ACTIVITY
 
 MISSING, COMPUTED, BROKEN = 0, 1, 2
@@ -33,12 +35,12 @@ class FeatureTable:
         """Open a table. The files stay on disk; a row that is read comes into memory."""
         mode = "r+" if writable else "r"
         self.directory = directory
-        self.features: np.memmap = np.load(directory / "features.npy", mmap_mode=mode)
+        self.features: np.memmap = mapped(directory / "features.npy", mode)
         # As plain arrays, whose elements are read in a third of the time.
-        self.first = np.asarray(np.load(directory / "first.npy", mmap_mode="r"))
-        self.done = np.asarray(np.load(directory / "done.npy", mmap_mode=mode))
+        self.first = np.asarray(mapped(directory / "first.npy", "r"))
+        self.done = np.asarray(mapped(directory / "done.npy", mode))
         weights = directory / "weights.npy"
-        self.weights: np.ndarray | None = np.load(weights, mmap_mode="r") if weights.is_file() else None
+        self.weights: np.ndarray | None = mapped(weights, "r") if weights.exists() else None
         self._broken: dict[int, tuple[str, str]] | None = None
         self.seconds: float | None = None  # that this process took to fill it
         self.on_device = False  # batches hold row numbers, and `copy` in the training process is read
@@ -57,6 +59,20 @@ class FeatureTable:
             np.save(directory / "weights.npy", np.asarray(weights, np.float32))
         write_atomically(directory / "table.json", json.dumps(facts, indent=1))  # last: a table without it is not one
         return cls(directory, writable=True)
+
+    def check(self) -> None:
+        """A ValueError where the files do not belong together."""
+        rows, weights = len(self.features), self.weights
+        shapes = self.features.ndim, self.done.shape, self.first.shape
+        types = self.features.dtype, self.done.dtype, self.first.dtype
+        if shapes != (2, self.done.shape[:1], (len(self.done) + 1,)) or types != (np.float16, np.uint8, np.int64):
+            raise ValueError("arrays of other shapes or types")
+        if (self.first[0], self.first[-1]) != (0, rows) or (np.diff(self.first) < 0).any():
+            raise ValueError(f"impossible rows: {rows:,} vectors of {len(self.done):,} samples")
+        if (self.done > BROKEN).any():
+            raise ValueError("impossible marks")
+        if weights is not None and (weights.shape != (rows,) or not (np.isfinite(weights) & (weights >= 0)).all()):
+            raise ValueError("impossible weights")
 
     def __reduce__(self) -> tuple[Any, ...]:
         state: dict[str, Any] = {"on_device": self.on_device}
@@ -150,10 +166,28 @@ class FeatureTable:
         """All rows of a sample."""
         if self.done[index] == BROKEN:
             if self._broken is None:
-                lines = (self.directory / "broken.jsonl").read_text().splitlines()
-                self._broken = {entry[0]: (entry[1], entry[2]) for entry in map(json.loads, lines)}
-            raise BrokenSample(*self._broken[index])
+                self._broken = dict(self._read_broken())
+            raise BrokenSample(*self._broken.get(index, ("unknown", f"sample {index} was broken")))
         return self.features[self.first[index] : self.first[index + 1]]
+
+    def _read_broken(self) -> Iterator[tuple[int, tuple[str, str]]]:
+        path = self.directory / "broken.jsonl"
+        for line in lines_of(path) if path.is_file() else ():
+            with contextlib.suppress(ValueError, TypeError):  # a damaged line: the marks count, not the messages
+                index, kind, message = parse_json(line)
+                yield int(index), (str(kind), one_line(str(message)))
+
+
+def mapped(path: Path, mode: Literal["r", "r+"]) -> Any:
+    """The array in a file. A ValueError if it is damaged: NumPy's parser raises errors of any type."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path.name} is no regular file")  # opening a pipe would wait
+    try:
+        return np.lib.format.open_memmap(path, mode=mode)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path.name} is damaged ({first_line(error)})") from error
 
 
 def copy_to_gpu(tables: Iterable[FeatureTable | None], device: torch.device) -> None:

@@ -22,7 +22,7 @@ from PIL import Image
 from leanclip.data.decode import decoding, examine, naming, open_image
 from leanclip.data.source import BrokenSample, Packable
 from leanclip.errors import UserError, first_line
-from leanclip.filesystem import atomic_path
+from leanclip.filesystem import MAX_JSON_BYTES, atomic_path, parse_json
 from leanclip.worker_pool import Tick, run_tasks
 
 JOURNAL = "pack.jsonl"
@@ -84,7 +84,7 @@ def pack(
     shards = -(-len(source) // size)
     width = max(5, len(str(shards - 1)))  # of the numbers in file names, which then sort in order
     with _journal(out, source, config) as journal:
-        finished = _finished_shards(journal.read().splitlines()[1:], out, width)
+        finished = _finished_shards(journal.read().splitlines()[1:], out, width, shards)
         for temporary in out.glob(".*.tar.*.tmp"):  # of a killed process
             temporary.unlink()
         missing = [number for number in range(shards) if number not in finished]
@@ -92,7 +92,7 @@ def pack(
         write = functools.partial(_write_shard, source, out, width, config)
         for shard in run_tasks(write, missing, workers=workers, progress=progress):
             finished[shard.shard] = shard
-            journal.write(json.dumps(asdict(shard)) + "\n")
+            journal.write(_line(asdict(shard)))
             journal.flush()
     skipped: Counter[str] = Counter()
     examples: dict[str, str] = {}
@@ -110,7 +110,7 @@ def pack(
 
 
 @contextmanager
-def _journal(out: Path, source: Packable, config: PackConfig) -> Iterator[IO[str]]:
+def _journal(out: Path, source: Packable, config: PackConfig) -> Iterator[IO[bytes]]:
     """The journal of a folder, locked, at its start; new, or of the same source and settings."""
     identity = f"{type(source).__name__} {source.identity()} with fields".encode(errors="surrogateescape")
     head = {
@@ -124,16 +124,16 @@ def _journal(out: Path, source: Packable, config: PackConfig) -> Iterator[IO[str
             raise UserError(
                 f"{out} contains tar files and no {JOURNAL}; give a new or empty folder", code="pack.foreign_folder"
             )
-        with (out / JOURNAL).open("a+", encoding="utf-8") as file:
+        with (out / JOURNAL).open("ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.seek(0)
-            content = file.read()
-            complete = content[: content.rfind("\n") + 1]  # a killed process leaves an incomplete line
-            file.truncate(len(complete.encode()))
+            content = file.read(MAX_JSON_BYTES)
+            complete = content[: content.rfind(b"\n") + 1]  # a killed process leaves an incomplete line
             if complete:
-                _refuse_other(out, complete.partition("\n")[0], head)
-            else:
-                file.write(json.dumps(head) + "\n")
+                _refuse_other(out, complete.partition(b"\n")[0], head)
+            file.truncate(len(complete))
+            if not complete:
+                file.write(_line(head))
             file.seek(0)
             yield file
     except BlockingIOError as error:
@@ -144,9 +144,15 @@ def _journal(out: Path, source: Packable, config: PackConfig) -> Iterator[IO[str
         ) from error
 
 
-def _refuse_other(out: Path, first: str, head: dict[str, Any]) -> None:
+def _line(content: dict[str, Any]) -> bytes:
+    return json.dumps(content).encode() + b"\n"
+
+
+def _refuse_other(out: Path, first: bytes, head: dict[str, Any]) -> None:
     try:
-        stored = dict(json.loads(first))
+        if (out / JOURNAL).stat().st_size > MAX_JSON_BYTES:
+            raise ValueError("too large")
+        stored = dict(parse_json(first))
     except (ValueError, TypeError) as error:
         raise UserError(
             f"{out / JOURNAL} is damaged; remove {out}, or pack into another folder", code="pack.journal_damaged"
@@ -166,13 +172,17 @@ def _refuse_other(out: Path, first: str, head: dict[str, Any]) -> None:
             )
 
 
-def _finished_shards(lines: list[str], out: Path, width: int) -> dict[int, PackedShard]:
+def _finished_shards(lines: list[bytes], out: Path, width: int, shards: int) -> dict[int, PackedShard]:
     """The shards of the journal whose files still have their size."""
     finished = {}
     for line in lines:
         try:
-            shard = PackedShard(**json.loads(line))
-        except (ValueError, TypeError):
+            shard = PackedShard(**parse_json(line))
+            counts = (shard.shard, shard.samples, *shard.skipped.values())
+            sound = all(type(count) is int and count >= 0 for count in counts) and shard.shard < shards
+            if not sound or shard.examples.keys() != shard.skipped.keys():
+                raise ValueError("impossible counts")
+        except (ValueError, TypeError, AttributeError):
             continue  # a damaged line: the shard is written again
         path = out / f"{shard.shard:0{width}d}.tar"
         if path.is_file() and path.stat().st_size == shard.bytes:

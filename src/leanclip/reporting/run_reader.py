@@ -3,14 +3,14 @@
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from leanclip.errors import UserError
-from leanclip.filesystem import parse_json, read_json
+from leanclip.filesystem import lines_of, parse_json, read_bounded, read_json
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -197,11 +197,14 @@ def read_run(path: Path) -> RunData:
         )
     problems: list[str] = []
     try:
-        lines = metrics.read_bytes().split(b"\n")
-        text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+        text = read_bounded(config).decode("utf-8", "replace") if config.is_file() else ""
+    except ValueError:
+        text = ""
+        problems.append("config.toml could not be read")
+    try:
+        train, evaluations, histograms, pair_fits = read_metrics(lines_of(metrics), problems)
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror})", code="report.not_readable") from error
-    train, evaluations, histograms, pair_fits = read_metrics(lines, problems)
     if not train and not evaluations:
         raise UserError(f"{metrics} has no metrics yet; retry after the first logged step", code="report.no_metrics")
     return RunData(
@@ -230,7 +233,7 @@ def parse_settings(text: str, problems: list[str]) -> Mapping[str, Any]:
 
 
 def read_metrics(
-    lines: Sequence[bytes], problems: list[str]
+    lines: Iterable[bytes], problems: list[str]
 ) -> tuple[
     tuple[Mapping[str, Any], ...], tuple[Evaluation, ...], Mapping[str, tuple[Histogram, ...]], tuple[PairFit, ...]
 ]:
@@ -240,7 +243,7 @@ def read_metrics(
     histograms: dict[str, dict[int, Histogram]] = {}
     pair_fits: dict[int, PairFit] = {}
     skipped = 0
-    for position, line in enumerate(lines):
+    for line in lines:
         try:
             row = parse_json(line) if line.strip() else {"step": 0}
             step, kind = whole(row["step"]), row.get("kind")
@@ -254,7 +257,7 @@ def read_metrics(
             elif kind == "pair_weights":
                 pair_fits[step] = parse_pair_fit(step, row)
         except (KeyError, TypeError, ValueError, AttributeError):
-            skipped += position < len(lines) - 1  # the last one may be incomplete because it is being written
+            skipped += line.endswith(b"\n")  # the last one may be incomplete because it is being written
     if skipped:
         problems.append(f"unreadable lines of metrics.jsonl left out: {skipped}")
     return (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from leanclip.errors import first_line
-from leanclip.filesystem import parse_json, write_atomically
+from leanclip.filesystem import lines_of, parse_json, write_atomically
 from leanclip.losses.pair_weights import RANGE, Refit
 from leanclip.runs.histograms import Histogram
 from leanclip.runs.trackers import Tracker
@@ -149,14 +149,13 @@ def read_records(path: Path) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
     """The lines of a metrics.jsonl with their records, and the number of lines that hold none."""
     if not path.is_file():
         return [], 1
-    lines = path.read_bytes().split(b"\n")
     records: list[tuple[bytes, dict[str, Any]]] = []
     damaged = 0
-    for position, line in enumerate(lines):
+    for line in lines_of(path):
         try:
-            records.append((line, _checked(parse_json(line))))
+            records.append((line.removesuffix(b"\n"), _checked(parse_json(line))))
         except ValueError:
-            damaged += position < len(lines) - 1  # the last one is empty, or a killed run did not finish it
+            damaged += line.endswith(b"\n")  # a killed run did not finish the last one
     return records, damaged
 
 

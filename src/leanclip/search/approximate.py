@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from leanclip.errors import UserError, first_line
-from leanclip.filesystem import atomic_path, write_atomically
+from leanclip.filesystem import atomic_path, parse_json, write_atomically
 from leanclip.progress import progress_bar
 
 INDEX, FACTS = "index.usearch", "index.json"
@@ -20,6 +21,7 @@ CONNECTIVITY, EXPANSION_ADD, EXPANSION_SEARCH = 16, 64, 512  # of the graph; the
 DTYPE, CANDIDATES, FEWEST = "i8", 4, 64
 GRAPH_BYTES = 160  # of memory for each vector, beside its D bytes
 ADDED_AT_ONCE = 10_000
+READ_AT_ONCE = 16 << 20  # bytes
 
 
 class ApproximateIndex:
@@ -50,7 +52,7 @@ def load_or_build(
     path, facts = directory / INDEX, directory / FACTS
     dim, identity = features.shape[1], identity | {"graph": [DTYPE, CONNECTIVITY, EXPANSION_ADD]}
     try:
-        if json.loads(facts.read_text()) == identity:
+        if parse_json(facts.read_bytes()) == identity | {"checksum": _checksum(path)}:
             return _mapped(path, dim)
     except (OSError, ValueError, RuntimeError):
         pass  # there is none, or it is damaged
@@ -66,7 +68,7 @@ def load_or_build(
     try:
         with atomic_path(path) as temporary:
             graph.save(str(temporary))
-        write_atomically(facts, json.dumps(identity))
+        write_atomically(facts, json.dumps(identity | {"checksum": _checksum(path)}))
     except (OSError, RuntimeError) as error:
         raise UserError(
             f"cannot write {path} ({first_line(error)}); make room, or copy the embeddings elsewhere",
@@ -75,6 +77,15 @@ def load_or_build(
     minutes, used, size = (time.perf_counter() - began) / 60, graph.memory_usage / 2**30, path.stat().st_size / 2**30
     notify(f"built in {minutes:.1f} min with {used:.3g} GiB of memory; {path} has {size:.3g} GiB")
     return _mapped(path, dim)
+
+
+def _checksum(path: Path) -> int:
+    """A damaged graph ends the process: usearch follows every number in it."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(READ_AT_ONCE):
+            value = zlib.crc32(block, value)
+    return value
 
 
 def _mapped(path: Path, dim: int) -> ApproximateIndex:

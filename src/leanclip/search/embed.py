@@ -28,12 +28,11 @@ from leanclip.inference import find_model, find_weights_directory
 from leanclip.models import TwoTower
 from leanclip.progress import ACTIVITY, progress_bar
 from leanclip.search.data import absolute, identity_of, open_data, shards_of
-from leanclip.search.store import FACTS, FORMAT, SIDES, EmbeddingStore, plain, width_of
+from leanclip.search.store import COLUMNS, FACTS, FORMAT, SIDES, EmbeddingStore, plain, width_of
 from leanclip.version import __version__
 
 BLOCK = 256  # samples; fixed, because the size of a batch changes the last bit of a result
 SAMPLED_KEYS = 256
-COLUMNS = ("csv_img_key", "csv_caption_key", "csv_separator", "caption_key")  # of DataConfig, kept with the store
 
 Of = Literal["both", "images", "captions"]
 

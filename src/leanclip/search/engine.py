@@ -291,11 +291,12 @@ def _open_source(store: EmbeddingStore, location: str | None) -> Source:
 def _difference(store: EmbeddingStore, identity: Any) -> str:
     """The first file of the data that is not there any more, or not as it was."""
     recorded = store.facts["data"]["identity"]
-    if isinstance(identity, list) and isinstance(recorded, list) and isinstance(recorded[0], dict):
+    if isinstance(identity, list) and isinstance(recorded, list):
         now = {entry["name"]: entry for entry in identity if isinstance(entry, dict)}
         for entry, shard in zip(recorded, store.shards, strict=False):
-            if plain(now.get(entry["name"])) != entry:
-                return f"{shard.path} {'has changed' if entry['name'] in now else 'is missing'}"
+            name = str(entry["name"]) if isinstance(entry, dict) and "name" in entry else None
+            if name is not None and plain(now.get(name)) != entry:
+                return f"{shard.path} {'has changed' if name in now else 'is missing'}"
     return "they have changed"
 
 

@@ -16,13 +16,18 @@ from typing import Any
 import numpy as np
 
 from leanclip.errors import UserError, first_line
-from leanclip.features.table import COMPUTED, FeatureTable
+from leanclip.features.table import COMPUTED, FeatureTable, mapped
 from leanclip.filesystem import atomic_path, read_json, write_atomically
 from leanclip.search.data import Shard
 
 FORMAT = 1
 FACTS, KEYS, PARQUET = "embeddings.json", "keys.npy", "keys.parquet"
 SIDES = ("images", "captions")
+COLUMNS = ("csv_img_key", "csv_caption_key", "csv_separator", "caption_key")  # of DataConfig
+TYPES = {
+    "model": {"place": str, "digest": str, "dim": int, "preprocess": dict, "precision": str},
+    "data": {"location": str, "samples": int, "identity": object, "columns": dict},
+}  # of the facts
 LONGEST_KEY, SHORTEST_KEY = 512, 16  # bytes
 ROWS_AT_ONCE = 1 << 18
 
@@ -41,14 +46,18 @@ class EmbeddingStore:
         try:
             if self.facts["format"] != FORMAT:
                 raise ValueError(f"they have format {self.facts['format']}, and this version reads {FORMAT}")
-            self.keys: np.ndarray = np.load(directory / KEYS, mmap_mode="r+" if writable else "r")
-            self.samples, self.dim = int(self.facts["data"]["samples"]), int(self.facts["model"]["dim"])
+            self.keys: np.ndarray = mapped(directory / KEYS, "r+" if writable else "r")
+            for part, types in TYPES.items():
+                for name, kind in types.items():
+                    if not isinstance(value := self.facts[part][name], kind):
+                        raise ValueError(f"{name} of the {part} is {str(value)[:40]!r}")
+            self.samples, self.dim = self.facts["data"]["samples"], self.facts["model"]["dim"]
             self.shards = [Shard(str(path), int(first)) for path, first in self.facts["shards"]]
             tables = [side for side in SIDES if (directory / side / "table.json").is_file()]
             self.tables = {side: FeatureTable(directory / side, writable=writable) for side in tables}
             for problem in self._problems():
                 raise ValueError(problem)
-        except (OSError, ValueError, TypeError, KeyError, EOFError) as error:
+        except (OSError, ValueError, OverflowError, TypeError, KeyError) as error:
             raise UserError(
                 f"the embeddings in {directory} cannot be used ({first_line(error)}); remove the directory and embed"
                 " again",
@@ -59,15 +68,20 @@ class EmbeddingStore:
         """Parts that do not belong together, such as a file that was replaced by another program."""
         if self.keys.shape != (self.samples,) or self.keys.dtype.kind != "S":
             yield f"{KEYS} holds {self.keys.shape} {self.keys.dtype}, not {self.samples:,} keys"
+        firsts = [shard.first for shard in self.shards]
+        if firsts != sorted(firsts) or firsts[:1] != [0]:
+            yield f"{FACTS} has shards that begin with samples {str(firsts)[:40]}"
+        columns = [self.facts["data"]["columns"][name] for name in COLUMNS]
+        if not all(name is None or isinstance(name, str) for name in columns):
+            yield f"{FACTS} has columns of the data that are no names"
         if not self.tables:
             yield f"neither {' nor '.join(SIDES)} are there"
         for side, table in self.tables.items():
-            if table.features.ndim != 2 or table.features.shape[1] != self.dim:
-                yield f"the vectors of {side} have size {table.features.shape[1:]}, those of the model {self.dim}"
-            if len(table.first) != self.samples + 1 or int(table.first[-1]) != len(table.features):
-                yield f"{side} has {len(table.first) - 1:,} samples, embeddings.json {self.samples:,}"
+            table.check()
+            if table.dim != self.dim:
+                yield f"the vectors of {side} have size {table.dim}, those of the model {self.dim}"
             if len(table.done) != self.samples:
-                yield f"{side} has {len(table.done):,} marks for {self.samples:,} samples"
+                yield f"{side} has {len(table.done):,} samples, embeddings.json {self.samples:,}"
 
     @classmethod
     def create(

@@ -48,8 +48,8 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         for batch in parquet.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
     else:
-        with path.open(newline="", encoding="utf-8") as file:
-            yield from csv.DictReader(file)
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            yield from csv.DictReader(file, strict=True)
 
 
 def _ids(store: EmbeddingStore, rows: list[dict[str, Any]]) -> list[int | None]:

@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from leanclip.progress import ACTIVITY, progress_bar
 ID_PREFIX = "id:"
 TABLES = (".csv", ".parquet")
 COLUMNS = ("id", "key", "shard", "probability", "numbers")
+LONGEST_LINE = 1_000_000  # characters
 SHOWN_SAMPLES = 1_000_000  # whose keys are read in more than a moment
 REPORT_EVERY = 1 << 14  # keys
 MAX_DIGITS = 19  # of a number, which fits into 64 bits then
@@ -141,8 +142,8 @@ def _entries(path: Path) -> Iterator[Entry]:
         if path.suffix.lower() in TABLES:
             yield from _table_entries(path)
             return
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for text in filter(None, map(str.strip, file)):
+        with path.open(encoding="utf-8-sig", errors="replace") as file:
+            for text in filter(None, map(str.strip, _lines(file))):
                 digits = text.removeprefix(ID_PREFIX)
                 is_id = digits != text and digits.isdecimal() and len(digits) < MAX_DIGITS
                 yield Entry(None, int(digits)) if is_id else Entry(text)
@@ -183,8 +184,17 @@ def _is_likely(probability: Any) -> bool:
 
 
 def _csv_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace", newline="") as file:
-        yield from csv.DictReader(file)
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        yield from csv.DictReader(
+            _lines(file), strict=True
+        )  # a quote that is never closed would take all rows after it
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    while line := file.readline(LONGEST_LINE):
+        if len(line) == LONGEST_LINE:
+            raise OSError("a line has more than a million characters")
+        yield line
 
 
 def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
@@ -202,5 +212,5 @@ def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
             yield from batch.to_pylist()
         if not columns:
             yield {}
-    except ArrowException as error:
+    except (ArrowException, ValueError) as error:  # ValueError: text that is not UTF-8, impossible times
         raise UserError(f"--exclude {path} cannot be read ({first_line(error)})", code="data.unreadable") from error

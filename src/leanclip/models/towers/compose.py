@@ -95,7 +95,7 @@ def _hugging_face(source: str, head: str) -> dict[str, Any]:
         path = hub_file(source, "config.json")
     settings = read_json(path)
     kind = settings.get("model_type") if isinstance(settings, dict) else None
-    if kind not in HF_TEXT_MODELS:
+    if not isinstance(kind, str) or kind not in HF_TEXT_MODELS:
         raise UserError(
             f"{path} describes a model of type {kind!r}; open_clip takes {', '.join(sorted(HF_TEXT_MODELS))}",
             code="model.unsupported_text_tower",
