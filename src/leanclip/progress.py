@@ -1,7 +1,7 @@
 """Progress of long work: a bar on the terminal, and a count that shows other processes that this one is active."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -14,6 +14,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 
 class Activity:
@@ -42,6 +43,23 @@ ACTIVITY = Activity()  # of this process
 def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """Where a command prints. Brackets and colons in paths and names are printed as they are, not read as markup."""
     return Console(stderr=stderr, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+def make_table(
+    title: str | None,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    texts: int = 1,
+    no_wrap: bool = False,
+) -> Table:
+    """Columns of texts, as many as `texts`, before columns of numbers."""
+    table = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < texts else "right", no_wrap=no_wrap)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def printable(text: str) -> str:

@@ -16,13 +16,12 @@ from leanclip.features.locked_towers import table_sizes
 from leanclip.losses import loss_from_config
 from leanclip.losses.registry import spec_of
 from leanclip.models import model_config_of
-from leanclip.planning.gpu_measurement import measured_gpu
-from leanclip.planning.gpu_model import GPUS, GpuModel, gpu_named
+from leanclip.planning.gpu_model import GPUS, GpuModel, gpu_named, measured_gpu
 from leanclip.planning.network import NETWORKS, Network
 from leanclip.planning.planner import LEAST_SHARE, USABLE, Option, Planner, proposed_batch, share_of
 from leanclip.planning.step_prediction import PARTS, loss_memory
 from leanclip.planning.step_trace import UNTRACED, uncollected, with_room
-from leanclip.progress import make_console
+from leanclip.progress import make_console, make_table
 from leanclip.recipes import settings_below
 from leanclip.runs import TrainConfig
 from leanclip.runs.defaults import fill, loss_name, model_of, total_steps
@@ -232,12 +231,10 @@ def title(config: TrainConfig) -> str:
 
 
 def memory_table(option: Option, planner: Planner) -> Table:
-    table = Table(title="memory of each GPU at the moment of its peak", title_justify="left")
-    table.add_column("part")
-    table.add_column("GiB", justify="right")
     step = option.step
-    for part, size in {**{part: step.memory[part] for part in PARTS}, "next batch": step.needed - step.peak}.items():
-        table.add_row(part, f"{size / GIB:.2f}")
+    sizes = {**{part: step.memory[part] for part in PARTS}, "next batch": step.needed - step.peak}
+    rows = [(part, f"{size / GIB:.2f}") for part, size in sizes.items()]
+    table = make_table("memory of each GPU at the moment of its peak", ("part", "GiB"), rows)
     table.add_section()
     table.add_row("total", gib(option))
     table.add_row(f"usable ({USABLE:.0%} of {planner.gpu.memory / GIB:.1f})", f"{planner.room / GIB:.2f}")
@@ -303,17 +300,17 @@ def comparison(option: Option, samples: int) -> Table:
     )
     dense = BYTES_PER_PAIR * batch**2
     received = compare_traffic(option.step.sent, ranks=ranks)
-    table = Table(title="the loss of a step, for each GPU", title_justify="left")
-    for heading in ("", "GiB", "MB received"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, size, sent in (
+    rows = (
         (f"leanclip, {config.run.loss}", memory, received.leanclip),
         ("OpenCLIP, --local-loss --gather-with-grad", dense / ranks, received.openclip),
         ("DisCo-CLIP", dense / ranks, received.disco_clip),
         ("CLIP, the loss undivided", dense, received.openclip),
-    ):
-        table.add_row(name, f"{size / GIB:.2f}", f"{sent / 1e6:,.1f}")
-    return table
+    )
+    return make_table(
+        "the loss of a step, for each GPU",
+        ("", "GiB", "MB received"),
+        [(name, f"{size / GIB:.2f}", f"{sent / 1e6:,.1f}") for name, size, sent in rows],
+    )
 
 
 def does_not_fit(config: TrainConfig, planner: Planner, largest: int) -> UserError:

@@ -4,8 +4,6 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from leanclip.cli.parse import parse
 from leanclip.config import override
 from leanclip.device import device_of
@@ -13,7 +11,7 @@ from leanclip.errors import UserError
 from leanclip.losses import LOSSES
 from leanclip.losses.gradient_check import check_implementations
 from leanclip.losses.registry import spec_of
-from leanclip.progress import make_console
+from leanclip.progress import make_console, make_table
 from leanclip.recipes import settings_below
 from leanclip.runs.defaults import loss_name
 from leanclip.training.rank_check import processes_selftest
@@ -29,7 +27,6 @@ loss, all gradients, temperatures and tables must agree to 1e-8.
   leanclip selftest --loss fastclip-v3 --batch-size 1000
   leanclip selftest --processes 4 --config logs/RUN/config.toml
 """
-NUMERIC = {"error", "plain PyTorch", "norm", "difference"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +93,8 @@ def _report(title: str, headings: tuple[str, ...], rows: list[tuple[tuple[str, .
     """Print a table of checks, and exit with 1 if one failed."""
     console = make_console()
     console.width = max(console.width, 110)  # wide enough for the table where the terminal's width is unknown
-    table = Table(title=title)
-    for heading in (*headings, ""):
-        table.add_column(heading, justify="right" if heading in NUMERIC else "left")
-    for cells, passed in rows:
-        table.add_row(*cells, "ok" if passed else "WRONG")
-    console.print(table)
+    lines = [(*cells, "ok" if passed else "WRONG") for cells, passed in rows]
+    console.print(make_table(title, (*headings, ""), lines, texts=headings.index("quantity") + 1))
     correct = sum(passed for _, passed in rows)
     console.print(f"{correct} of {len(rows)} checks passed")
     if correct < len(rows):
