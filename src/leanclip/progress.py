@@ -88,6 +88,21 @@ def progress_bar(
         yield lambda done: progress.advance(task, done)
 
 
+class TrainingProgress(Progress):
+    """Of a training run: a bar in a terminal, plain lines elsewhere."""
+
+    def __init__(self, steps: int, start: int, console: Console) -> None:
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False),
+                   TextColumn("left"), TimeRemainingColumn(compact=True))  # fmt: skip
+        super().__init__(*columns, console=console, disable=not console.is_terminal)
+        self._steps, self._task = steps, self.add_task("starting", total=steps, completed=start)
+
+    def at(self, step: int, line: str, left: float) -> None:
+        self.update(self._task, completed=step, description=line)
+        if not self.console.is_terminal:
+            self.console.print(f"step {step}/{self._steps}  {line}  left {left / 60:.1f} min")
+
+
 def _lines(title: str, total: int, console: Console) -> Callable[[int], None]:
     done, begin = 0, time.monotonic()
     printed = begin
