@@ -25,7 +25,7 @@ from leanclip.progress import make_console, make_table
 from leanclip.recipes import settings_below
 from leanclip.runs import TrainConfig
 from leanclip.runs.defaults import fill, loss_name, model_of, total_steps
-from leanclip.settings import common
+from leanclip.settings import Limits, at_least, between, check_limits, common
 
 DESCRIPTION = """Predict memory, speed and communication of a training run, without running it and without a GPU.
 
@@ -54,33 +54,30 @@ class PlanCommand:
     """Start from a recipe."""
     config: str | None = common(None)
     """Start from a TOML file, such as a run's config.toml. It overrides the recipe."""
-    gpus: int = common(1)
+    gpus: int = common(1, between(1, MOST_GPUS))
     """Number of GPUs, one process each."""
     gpu: str | None = common(None)
     """Model of the GPUs, such as A100-40GB; an unknown name lists the known ones. Default: the one of this machine,
     otherwise the smallest known with --gpu-memory (80 if not set), which the output names."""
-    gpu_memory: float | None = common(None)
+    gpu_memory: float | None = common(
+        None, Limits(f"positive and at most {MOST_MEMORY:,} GB", lambda size: 0 < size <= MOST_MEMORY)
+    )
     """GB of memory of each. Default: all that the GPU has."""
     samples: str | None = common(None)
     """Training samples: 400M, 2.7M, 315658316. Default: 1M, also with --train-data, which is not read."""
     network: str | None = common(None)
     """Between the GPUs: nvlink, infiniband (200 Gb/s per GPU), infiniband-1 (200 Gb/s per host), 25gbe or pcie.
     Default: nvlink up to 8 GPUs, then infiniband; pcie within a host for GPUs that have no NVLink to all others."""
-    caption_length: float = common(20.0)
+    caption_length: float = common(20.0, at_least(3))
     """Tokens of a caption on average, with start and end tokens. Ignored with --pad-text."""
     compare: bool = common(False)
     """Add the loss memory and traffic of OpenCLIP and DisCo-CLIP."""
     settings: TrainConfig = field(default_factory=TrainConfig, metadata={"common": False})  # --help leaves them out
 
     def __post_init__(self) -> None:
-        if not 1 <= self.gpus <= MOST_GPUS:
-            raise ValueError(f"--gpus is {self.gpus}; it must be from 1 to {MOST_GPUS:,}")
-        if self.gpu_memory is not None and not 0 < self.gpu_memory <= MOST_MEMORY:
-            raise ValueError(f"--gpu-memory is {self.gpu_memory}; it must be positive and at most {MOST_MEMORY:,} GB")
+        check_limits(self)
         if self.network is not None and self.network not in NETWORKS:
             raise ValueError(f"unknown --network {self.network!r}; choose from {', '.join(NETWORKS)}")
-        if self.caption_length < 3:
-            raise ValueError(f"--caption-length is {self.caption_length}; it must be at least 3")
 
 
 @with_room
