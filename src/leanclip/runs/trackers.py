@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from leanclip.errors import UserError, first_line
 from leanclip.runs.config import TrainConfig, tracker_names
@@ -15,24 +15,8 @@ from leanclip.runs.histograms import Histogram
 from leanclip.runs.run_directory import RunDirectory
 
 
-class Tracker(Protocol):
-    """Shows a run's metrics. `location` is printed at the start of the run."""
-
-    location: str | None
-
-    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None: ...
-
-    def histogram(self, histogram: Histogram, step: int) -> None: ...
-
-    def rewind(self, step: int) -> None:
-        """The steps after this one will be logged again."""
-        ...
-
-    def close(self, *, failed: bool) -> None: ...
-
-
 class TensorBoard:
-    location: str | None = None
+    location: str | None = None  # printed at the start of the run
 
     def __init__(self, directory: Path, *, resume_at: int | None) -> None:
         self._directory = directory
@@ -45,6 +29,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(self._directory), purge_step=None if resume_at is None else resume_at + 1)
 
     def rewind(self, step: int) -> None:
+        """The steps after this one will be logged again."""
         self._writer.close()
         self._open(step)
 
@@ -123,6 +108,9 @@ class WeightsAndBiases:
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+
+
+Tracker = TensorBoard | WeightsAndBiases
 
 
 def check_trackers(report_to: str) -> None:
