@@ -1,7 +1,7 @@
 """The configuration of a training run: the settings of the run itself, and the tree of all settings."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from leanclip.data import DataConfig
 from leanclip.losses import LossConfig
@@ -166,3 +166,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+
+    def values(self) -> dict[str, Any]:
+        """All settings by name."""
+        return {name: value for part in asdict(self).values() for name, value in part.items()}

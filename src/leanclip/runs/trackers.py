@@ -4,7 +4,6 @@ import itertools
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,6 @@ class WeightsAndBiases:
         identity = str(facts.get("wandb_id") or uuid.uuid4().hex[:12])
         # A run recorded offline continues so, since a run that needed no login should not need one to resume.
         offline = facts.get("wandb_offline") is True and "WANDB_MODE" not in os.environ
-        values = {name: value for part in asdict(config).values() for name, value in part.items()}
         try:
             self._run: Any = wandb.init(
                 project=config.run.wandb_project_name,
@@ -80,7 +78,7 @@ class WeightsAndBiases:
                 id=identity,
                 resume="allow",
                 mode="offline" if offline else None,
-                config=values,
+                config=config.values(),
                 dir=str(directory.path),
                 settings=wandb.Settings(console="off", silent=True),
             )
