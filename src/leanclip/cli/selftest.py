@@ -14,6 +14,7 @@ from leanclip.losses.registry import spec_of
 from leanclip.progress import make_console, make_table
 from leanclip.recipes import settings_below
 from leanclip.runs.defaults import loss_name
+from leanclip.settings import at_least, check_limits, setting
 from leanclip.training.rank_check import processes_selftest
 
 DESCRIPTION = """Check the computations of leanclip on this machine. The exit code is 1 if a check fails.
@@ -39,12 +40,15 @@ class SelftestCommand:
     """With --processes: the recipe to check."""
     loss: str | None = None
     """The loss to check. Default: all of them; with --processes the run's own."""
-    batch_size: int | None = None
+    batch_size: int | None = setting(None, limits=at_least(1))
     """Samples in the batch. Default: 257; with --processes 32 of the run's own."""
-    dim: int = 96
+    dim: int = setting(96, limits=at_least(1))
     """Size of the embeddings."""
     device: str | None = None
     """cpu or cuda. Default: a GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
 
 
 def run(arguments: list[str]) -> None:
