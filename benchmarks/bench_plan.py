@@ -6,7 +6,7 @@
 
 Measured: `training_step` as the trainer runs it, on random pixels and captions of 8 to 23 tokens. Memory is PyTorch's
 `max_memory_allocated` after the first step, which compiles; time the mean of the steps of about a second. Predicted:
-`leanclip.planning.step_prediction` on fake tensors, for the rates that `leanclip.planning.gpu_measurement` measures
+`leanclip.planning.step_prediction` on fake tensors, for the rates that `leanclip.planning.gpu_model` measures
 in the same run, or with --predict for those of h200.json. Rows go to benchmarks/results/plan.csv as they come, the
 table to docs/planning.md.
 """
@@ -30,8 +30,7 @@ from leanclip.distributed import Ranks
 from leanclip.losses import loss_from_config
 from leanclip.models import ModelConfig, TwoTower
 from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
-from leanclip.planning.gpu_measurement import measured_gpu
-from leanclip.planning.gpu_model import REFERENCE, GpuModel, read_gpu
+from leanclip.planning.gpu_model import REFERENCE, GpuModel, measured_gpu, read_gpu
 from leanclip.planning.step_prediction import caption_lengths, predict_step
 from leanclip.runs.config import ParallelConfig, RunConfig, TrainConfig
 from leanclip.training.cuda_graph import CudaGraphs

@@ -32,7 +32,7 @@ import leanclip
 from leanclip.data import Batch
 from leanclip.losses.pair_weights import Mode
 from leanclip.models import ModelConfig, create_model
-from leanclip.planning.gpu_measurement import matrix_rate
+from leanclip.planning.gpu_model import matrix_rate
 from leanclip.training.cuda_graph import CudaGraphs
 from leanclip.training.model_setup import cuda_graph_pays
 from leanclip.training.step import training_step

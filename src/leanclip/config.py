@@ -7,7 +7,7 @@ components' own dataclasses; on the outside it is flat, because field names are 
 import difflib
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -26,7 +26,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["TrainConfig", "flatten", "load_toml", "override", "save_toml", "yielding"]
+__all__ = ["TrainConfig", "load_toml", "override", "save_toml", "yielding"]
 
 # Settings that say the same in two ways, with the part of the configuration that holds them.
 ALTERNATIVES = (
@@ -34,19 +34,6 @@ ALTERNATIVES = (
     ("run", "save_frequency", "save_every"),
     ("run", "val_frequency", "eval_every"),
 )
-
-
-def flatten(config: TrainConfig) -> dict[str, Any]:
-    """All values by flag name, without those that are None."""
-    flat = {}
-    for part in fields(config):
-        component = getattr(config, part.name)
-        assert is_dataclass(component)
-        for entry in fields(component):
-            value = getattr(component, entry.name)
-            if value is not None:
-                flat[entry.name] = list(value) if isinstance(value, tuple) else value
-    return flat
 
 
 def yielding(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
@@ -90,4 +77,6 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 
 def save_toml(config: TrainConfig, path: Path) -> None:
-    write_atomically(path, tomli_w.dumps(flatten(config)))
+    """Without the settings that are None, which TOML does not have."""
+    values = {name: value for name, value in config.values().items() if value is not None}
+    write_atomically(path, tomli_w.dumps(values))

@@ -31,7 +31,7 @@ from leanclip.evaluation.results import SetResult
 from leanclip.inference import SavedModel, interpolated, start_of
 from leanclip.models import TwoTower
 from leanclip.runs import RunDirectory, TrainConfig
-from leanclip.settings import common
+from leanclip.settings import at_least, between, check_limits, common, setting
 from leanclip.worker_pool import MOST_WORKERS
 
 TIMEOUT = 1800.0  # seconds that one process waits for another
@@ -69,18 +69,15 @@ class EvaluationConfig:
     """Leave out the weights that a fine-tuned run started from. Default: they are evaluated too, as `before`."""
     precision: Literal["fp32", "amp_bf16", "amp"] = common("fp32")
     """amp_bf16 and amp (fp16) are faster on a GPU and change metrics by some tenths of a point."""
-    batch_size: int = common(256)
+    batch_size: int = common(256, at_least(1))
     """Images or captions embedded at a time."""
-    workers: int | None = None
+    workers: int | None = setting(None, limits=between(0, MOST_WORKERS))
     """Processes that decode the images of sets with more than 2,000. Default: up to 4."""
     device: str | None = common(None)
     """cpu or cuda. Default: a GPU if there is one."""
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}; it must be at least 1")
-        if not 0 <= (self.workers or 0) <= MOST_WORKERS:
-            raise ValueError(f"workers is {self.workers}; it must be from 0 to {MOST_WORKERS}")
+        check_limits(self)
         if self.suite_data and self.suite is None:
             raise ValueError("--suite-data needs --suite clip_benchmark or datacomp")
 

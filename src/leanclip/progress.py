@@ -1,7 +1,7 @@
 """Progress of long work: a bar on the terminal, and a count that shows other processes that this one is active."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -14,6 +14,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 
 class Activity:
@@ -44,6 +45,23 @@ def make_console(*, stderr: bool = False, quiet: bool = False) -> Console:
     return Console(stderr=stderr, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
+def make_table(
+    title: str | None,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    texts: int = 1,
+    no_wrap: bool = False,
+) -> Table:
+    """Columns of texts, as many as `texts`, before columns of numbers."""
+    table = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < texts else "right", no_wrap=no_wrap)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def printable(text: str) -> str:
     """What others wrote, without the control characters that a terminal obeys."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
@@ -68,6 +86,21 @@ def progress_bar(
     with Progress(*columns, console=console, disable=not shown, transient=True) as progress:
         task = progress.add_task(title, total=total)
         yield lambda done: progress.advance(task, done)
+
+
+class TrainingProgress(Progress):
+    """Of a training run: a bar in a terminal, plain lines elsewhere."""
+
+    def __init__(self, steps: int, start: int, console: Console) -> None:
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False),
+                   TextColumn("left"), TimeRemainingColumn(compact=True))  # fmt: skip
+        super().__init__(*columns, console=console, disable=not console.is_terminal)
+        self._steps, self._task = steps, self.add_task("starting", total=steps, completed=start)
+
+    def at(self, step: int, line: str, left: float) -> None:
+        self.update(self._task, completed=step, description=line)
+        if not self.console.is_terminal:
+            self.console.print(f"step {step}/{self._steps}  {line}  left {left / 60:.1f} min")
 
 
 def _lines(title: str, total: int, console: Console) -> Callable[[int], None]:

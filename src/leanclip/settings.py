@@ -1,9 +1,10 @@
-"""Fields of the configuration dataclasses: the values that their types accept, and marks for --help and --resume."""
+"""Fields of the configuration dataclasses: the values that they accept, and marks for --help and --resume."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 LARGEST = 2**63 - 1
 T = TypeVar("T")
@@ -21,10 +22,37 @@ OTHER_NAMES = {  # in other programs
 }
 
 
+class Limits(NamedTuple):
+    """The numbers that a field accepts."""
+
+    allowed: str  # in words, after "it must be"
+    contains: Callable[[float], bool]
+
+
+def at_least(low: float) -> Limits:
+    return Limits(f"at least {low:g}", lambda value: value >= low)
+
+
+def between(low: float, high: float) -> Limits:
+    return Limits(f"from {low:,} to {high:,}", lambda value: low <= value <= high)
+
+
+POSITIVE = Limits("positive and finite", lambda value: 0 < value < math.inf)
+
+
+def check_limits(config: Any) -> None:
+    """A ValueError for a field whose value lies beyond its limits."""
+    for entry in fields(config):
+        limits, value = entry.metadata.get("limits"), getattr(config, entry.name)
+        if limits is not None and value is not None and not limits.contains(value):
+            raise ValueError(f"{entry.name} is {value}; it must be {limits.allowed}")
+
+
 def setting(
     default: T,
     *,
     common: bool = False,
+    limits: Limits | None = None,
     resume: Literal["noted", "free", "fixed", "fixed_unless_reset"] = "noted",
 ) -> T:
     """A field with marks.
@@ -32,15 +60,16 @@ def setting(
     Args:
         default: of the field.
         common: `--help` shows it; the others are in `--help-all` only.
+        limits: of its values other than None, for `check_limits`.
         resume: a resumed run may change it with a note, without one (free), not at all (fixed), or only with
             --reset-loss-state.
     """
-    return field(default=default, metadata={"common": common, "resume": resume})
+    return field(default=default, metadata={"common": common, "limits": limits, "resume": resume})
 
 
-def common(default: T) -> T:
+def common(default: T, limits: Limits | None = None) -> T:
     """A field that `--help` shows."""
-    return setting(default, common=True)
+    return setting(default, common=True, limits=limits)
 
 
 @dataclass(frozen=True)

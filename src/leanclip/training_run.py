@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -28,18 +27,12 @@ from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.runs.config import RunConfig
 from leanclip.runs.defaults import default_name
 from leanclip.runs.stopping import Stopping
-from leanclip.training import Job, describe, set_up, train
+from leanclip.training import Ending, Job, describe, set_up, train
 from leanclip.training.summary import summary
 from leanclip.version import __version__
 
 
-class FinishedRun(NamedTuple):
-    directory: RunDirectory
-    checkpoint: Path  # the last one
-    stopped: str | None  # why the run ended before its last step
-
-
-def run_training(config: TrainConfig, *, began: float | None = None, quiet: bool = False) -> FinishedRun:
+def run_training(config: TrainConfig, *, began: float | None = None, quiet: bool = False) -> Ending:
     """Train. --max-hours counts from `began`, a time.monotonic(). Signal handlers are restored at the end."""
     began = time.monotonic() if began is None else began
     with joined_processes(config) as (config, heartbeat):
@@ -55,12 +48,12 @@ def run_training(config: TrainConfig, *, began: float | None = None, quiet: bool
                     lambda: prepare_locked(job, directory, None if locked else lock)
                 )
                 announce(job, directory, console)
-                checkpoint, stopped = train(job, directory, console, stop)
-    if stopped:
+                ending = train(job, directory, console, stop)
+    if ending.stopped:
         name = "" if config.run.name else f"--name {directory.path.name} "
-        console.print(f"stopped, since {stopped}: the same command with {name}--resume auto continues the run")
-    console.print(f"checkpoint: {checkpoint}", f"report:     leanclip report {directory.path}", sep="\n")
-    return FinishedRun(directory, checkpoint, stopped)
+        console.print(f"stopped, since {ending.stopped}: the same command with {name}--resume auto continues the run")
+    console.print(f"checkpoint: {ending.checkpoint}", f"report:     leanclip report {directory.path}", sep="\n")
+    return ending
 
 
 @contextlib.contextmanager

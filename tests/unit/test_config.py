@@ -4,7 +4,7 @@ from dataclasses import fields
 import pytest
 
 from leanclip.cli.train import parse_command
-from leanclip.config import TrainConfig, flatten, load_toml, override, save_toml
+from leanclip.config import TrainConfig, load_toml, override, save_toml
 from leanclip.losses import LOSSES, loss_from_config
 from leanclip.models import CONFIG_FILE, WEIGHTS_FILE, model_config_of
 from leanclip.runs.defaults import PUBLISHED, fill, interpolated
@@ -84,10 +84,11 @@ def test_bad_toml_is_refused(tmp_path, text, code, words):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_can_be_built_from_what_is_filled_in(loss):
+def test_every_loss_can_be_built_from_what_is_filled_in(loss, tmp_path):
     config = fill(override(TrainConfig(), {"loss": loss}, "test"), samples=1000)
     assert loss_from_config(loss, config.loss, num_samples=1000).temperature() > 0
-    again = fill(override(TrainConfig(), flatten(config), "test"), samples=1000)
+    save_toml(config, tmp_path / "config.toml")
+    again = fill(override(TrainConfig(), load_toml(tmp_path / "config.toml"), "test"), samples=1000)
     assert again.loss == config.loss
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from leanclip.models import ModelConfig
-from leanclip.optim import OptimConfig, create_optimizer, learning_rate, set_learning_rate, weight_decay_groups
+from leanclip.optim import OptimConfig, create_optimizer, scheduled, set_learning_rate, weight_decay_groups
 from leanclip.runs import TrainConfig
 from leanclip.runs.defaults import fill
 from leanclip.training.resolve import _as_begun
@@ -74,7 +74,8 @@ def test_an_unknown_optimizer_names_the_nearest():
 
 
 def test_the_schedule():
-    rates = [learning_rate(step, steps=100, warmup=10, peak=1.0, floor=0.1) for step in range(101)]
+    config = OptimConfig(lr=1.0, lr_floor=0.1, warmup=10)
+    rates = [scheduled(config, step, steps=100, steps_per_epoch=10) for step in range(101)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0
     assert rates[55] == pytest.approx(0.55) and rates[100] == pytest.approx(0.1)
     assert rates[10:] == sorted(rates[10:], reverse=True)

@@ -19,7 +19,7 @@ from leanclip.losses import LOSSES, ContrastiveLoss, LossOutput, create_loss
 from leanclip.models import ModelConfig, create_model
 from leanclip.ops import tiled
 from leanclip.ops.triton import configs
-from leanclip.planning import compiled_cost, loss_kernels
+from leanclip.planning import compiled_cost, simulated_gpu
 from leanclip.planning import step_prediction as predict
 from leanclip.planning.compiled_cost import traced_compile
 from leanclip.planning.gpu_model import GPUS, REFERENCE, gpu_named, read_gpu
@@ -199,7 +199,7 @@ def test_loss_memory_equals_the_measured_one():
 def test_traced_loss_kernels_have_the_tiles_of_the_real_ones():
     for kernel in ("statistics", "weights", "pairwise"):
         config = configs.config(kernel, 90)
-        assert config.block_r == config.block_c == loss_kernels.TILE
+        assert config.block_r == config.block_c == simulated_gpu.TILE
 
 
 class DenseInfoNCE(ContrastiveLoss):

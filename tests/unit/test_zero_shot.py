@@ -27,7 +27,7 @@ from leanclip.evaluation import (
 )
 from leanclip.evaluation.clip_benchmark import suite_sets
 from leanclip.evaluation.held_out import open_held_out
-from leanclip.evaluation.prompts import load_templates
+from leanclip.evaluation.labelled_sets import load_templates
 from leanclip.evaluation.zero_shot import predictions
 from leanclip.inference import find_model
 from leanclip.models import IMAGENET_CLASSNAMES

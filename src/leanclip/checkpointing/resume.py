@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -173,8 +173,7 @@ def _fits(value: Any, content: Any) -> bool:
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    flat = {name: value for part in asdict(config).values() for name, value in part.items()}
-    return json.loads(json.dumps(flat))
+    return json.loads(json.dumps(config.values()))
 
 
 def find_checkpoint(resume: str, run: Path) -> tuple[Path | None, list[str]]:

@@ -13,6 +13,7 @@ from leanclip.evaluation import EvaluationSettings
 from leanclip.progress import make_console
 from leanclip.search.embed import BLOCK, embed_data
 from leanclip.search.store import COLUMNS
+from leanclip.settings import between, check_limits, setting
 from leanclip.worker_pool import MOST_WORKERS
 
 DESCRIPTION = """Embed images and captions with a trained model: unit vectors in float16, in .npy files that NumPy
@@ -49,18 +50,15 @@ class EmbedCommand:
     """The key of the caption or list of captions in a sample's .json."""
     precision: Literal["fp32", "amp_bf16", "amp"] = "fp32"
     """amp_bf16 and amp (fp16) are faster on a GPU."""
-    batch_size: int = BLOCK
+    batch_size: int = setting(BLOCK, limits=between(1, BLOCK))
     """Images or captions embedded at a time, up to 256."""
-    workers: int | None = None
+    workers: int | None = setting(None, limits=between(0, MOST_WORKERS))
     """Processes that decode images, for each process on data with more than 2,000 samples. Default: up to 4."""
     device: str | None = None
     """cpu or cuda. Default: a GPU if there is one."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.batch_size <= BLOCK:
-            raise ValueError(f"batch_size is {self.batch_size}; give 1 to {BLOCK}")
-        if not 0 <= (self.workers or 0) <= MOST_WORKERS:
-            raise ValueError(f"workers is {self.workers}; it must be from 0 to {MOST_WORKERS}")
+        check_limits(self)
 
 
 def run(arguments: list[str]) -> None:

@@ -21,7 +21,7 @@ from leanclip.evaluation_run import (
 )
 from leanclip.filesystem import check_target, write_atomically, writing
 from leanclip.inference import SavedModel, find_model, find_start
-from leanclip.progress import make_console
+from leanclip.progress import make_console, make_table
 from leanclip.reporting.interpolation import write_plot
 from leanclip.runs import RunDirectory
 from leanclip.settings import common
@@ -169,10 +169,11 @@ def _notes(result: SetResult) -> tuple[str, ...]:
 
 
 def _table(title: str | None, headings: Sequence[str], rows: list[list[str]], *, left: int) -> Table:
-    table = Table(title=title)
     shown = [n for n, heading in enumerate(headings) if heading != "weights" or any(row[n] for row in rows)]
-    for number in shown:
-        table.add_column(headings[number], justify="left" if number < left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(row[number] for number in shown))
-    return table
+    return make_table(
+        title,
+        [headings[n] for n in shown],
+        [[row[n] for n in shown] for row in rows],
+        texts=sum(n < left for n in shown),
+        no_wrap=True,
+    )

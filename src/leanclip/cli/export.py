@@ -17,6 +17,7 @@ from leanclip.progress import make_console
 from leanclip.runs import RunDirectory
 from leanclip.runs.metrics import read_results
 from leanclip.runs.model_card import model_card
+from leanclip.settings import between, check_limits, setting
 
 DESCRIPTION = """Export a trained model to another library. The export is loaded again and compared.
 
@@ -50,7 +51,7 @@ class ExportCommand:
     """The architecture of a weights file: an open_clip model name, or a config file."""
     lora: str | None = None
     """Merge these adapters, which --format lora wrote, into CHECKPOINT: the weights that their run started from."""
-    interpolate: float | None = None
+    interpolate: float | None = setting(None, limits=between(0, 1))
     """Export (1 - W) times the weights that the run started from plus W times its own, W in [0, 1]."""
     start: str | None = None
     """With --interpolate: where it starts, given as for evaluate. Default: what the run started from."""
@@ -58,8 +59,7 @@ class ExportCommand:
     """Replace an existing OUT, and the .json beside it."""
 
     def __post_init__(self) -> None:
-        if self.interpolate is not None and not 0 <= self.interpolate <= 1:
-            raise ValueError(f"interpolate is {self.interpolate}; it must be in [0, 1]")
+        check_limits(self)
         if self.start is not None and self.interpolate is None:
             raise ValueError("--start needs --interpolate")
         if self.format == "lora" and (self.lora is not None or self.interpolate is not None):

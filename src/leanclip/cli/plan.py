@@ -16,17 +16,16 @@ from leanclip.features.locked_towers import table_sizes
 from leanclip.losses import loss_from_config
 from leanclip.losses.registry import spec_of
 from leanclip.models import model_config_of
-from leanclip.planning.gpu_measurement import measured_gpu
-from leanclip.planning.gpu_model import GPUS, GpuModel, gpu_named
+from leanclip.planning.gpu_model import GPUS, GpuModel, gpu_named, measured_gpu
 from leanclip.planning.network import NETWORKS, Network
 from leanclip.planning.planner import LEAST_SHARE, USABLE, Option, Planner, proposed_batch, share_of
 from leanclip.planning.step_prediction import PARTS, loss_memory
 from leanclip.planning.step_trace import UNTRACED, uncollected, with_room
-from leanclip.progress import make_console
+from leanclip.progress import make_console, make_table
 from leanclip.recipes import settings_below
 from leanclip.runs import TrainConfig
 from leanclip.runs.defaults import fill, loss_name, model_of, total_steps
-from leanclip.settings import common
+from leanclip.settings import Limits, at_least, between, check_limits, common
 
 DESCRIPTION = """Predict memory, speed and communication of a training run, without running it and without a GPU.
 
@@ -55,33 +54,30 @@ class PlanCommand:
     """Start from a recipe."""
     config: str | None = common(None)
     """Start from a TOML file, such as a run's config.toml. It overrides the recipe."""
-    gpus: int = common(1)
+    gpus: int = common(1, between(1, MOST_GPUS))
     """Number of GPUs, one process each."""
     gpu: str | None = common(None)
     """Model of the GPUs, such as A100-40GB; an unknown name lists the known ones. Default: the one of this machine,
     otherwise the smallest known with --gpu-memory (80 if not set), which the output names."""
-    gpu_memory: float | None = common(None)
+    gpu_memory: float | None = common(
+        None, Limits(f"positive and at most {MOST_MEMORY:,} GB", lambda size: 0 < size <= MOST_MEMORY)
+    )
     """GB of memory of each. Default: all that the GPU has."""
     samples: str | None = common(None)
     """Training samples: 400M, 2.7M, 315658316. Default: 1M, also with --train-data, which is not read."""
     network: str | None = common(None)
     """Between the GPUs: nvlink, infiniband (200 Gb/s per GPU), infiniband-1 (200 Gb/s per host), 25gbe or pcie.
     Default: nvlink up to 8 GPUs, then infiniband; pcie within a host for GPUs that have no NVLink to all others."""
-    caption_length: float = common(20.0)
+    caption_length: float = common(20.0, at_least(3))
     """Tokens of a caption on average, with start and end tokens. Ignored with --pad-text."""
     compare: bool = common(False)
     """Add the loss memory and traffic of OpenCLIP and DisCo-CLIP."""
     settings: TrainConfig = field(default_factory=TrainConfig, metadata={"common": False})  # --help leaves them out
 
     def __post_init__(self) -> None:
-        if not 1 <= self.gpus <= MOST_GPUS:
-            raise ValueError(f"--gpus is {self.gpus}; it must be from 1 to {MOST_GPUS:,}")
-        if self.gpu_memory is not None and not 0 < self.gpu_memory <= MOST_MEMORY:
-            raise ValueError(f"--gpu-memory is {self.gpu_memory}; it must be positive and at most {MOST_MEMORY:,} GB")
+        check_limits(self)
         if self.network is not None and self.network not in NETWORKS:
             raise ValueError(f"unknown --network {self.network!r}; choose from {', '.join(NETWORKS)}")
-        if self.caption_length < 3:
-            raise ValueError(f"--caption-length is {self.caption_length}; it must be at least 3")
 
 
 @with_room
@@ -232,12 +228,10 @@ def title(config: TrainConfig) -> str:
 
 
 def memory_table(option: Option, planner: Planner) -> Table:
-    table = Table(title="memory of each GPU at the moment of its peak", title_justify="left")
-    table.add_column("part")
-    table.add_column("GiB", justify="right")
     step = option.step
-    for part, size in {**{part: step.memory[part] for part in PARTS}, "next batch": step.needed - step.peak}.items():
-        table.add_row(part, f"{size / GIB:.2f}")
+    sizes = {**{part: step.memory[part] for part in PARTS}, "next batch": step.needed - step.peak}
+    rows = [(part, f"{size / GIB:.2f}") for part, size in sizes.items()]
+    table = make_table("memory of each GPU at the moment of its peak", ("part", "GiB"), rows)
     table.add_section()
     table.add_row("total", gib(option))
     table.add_row(f"usable ({USABLE:.0%} of {planner.gpu.memory / GIB:.1f})", f"{planner.room / GIB:.2f}")
@@ -303,17 +297,17 @@ def comparison(option: Option, samples: int) -> Table:
     )
     dense = BYTES_PER_PAIR * batch**2
     received = compare_traffic(option.step.sent, ranks=ranks)
-    table = Table(title="the loss of a step, for each GPU", title_justify="left")
-    for heading in ("", "GiB", "MB received"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for name, size, sent in (
+    rows = (
         (f"leanclip, {config.run.loss}", memory, received.leanclip),
         ("OpenCLIP, --local-loss --gather-with-grad", dense / ranks, received.openclip),
         ("DisCo-CLIP", dense / ranks, received.disco_clip),
         ("CLIP, the loss undivided", dense, received.openclip),
-    ):
-        table.add_row(name, f"{size / GIB:.2f}", f"{sent / 1e6:,.1f}")
-    return table
+    )
+    return make_table(
+        "the loss of a step, for each GPU",
+        ("", "GiB", "MB received"),
+        [(name, f"{size / GIB:.2f}", f"{sent / 1e6:,.1f}") for name, size, sent in rows],
+    )
 
 
 def does_not_fit(config: TrainConfig, planner: Planner, largest: int) -> UserError:

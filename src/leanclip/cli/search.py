@@ -17,6 +17,7 @@ from leanclip.search.engine import MOST_HITS, Engine, RequestError, open_engine
 from leanclip.search.index import LARGEST_EXACT
 from leanclip.search.server import SearchServer
 from leanclip.search.suspects import find_suspects
+from leanclip.settings import between, check_limits, setting
 
 DESCRIPTION = """Search the images that leanclip embed has embedded: a page on this machine, or a table.
 
@@ -38,7 +39,7 @@ class SearchCommand:
     """The directory that leanclip embed wrote."""
     query: str | None = None
     """Print the images nearest to this sentence as a table instead of opening a page."""
-    count: int = 10
+    count: int = setting(10, limits=between(1, MOST_HITS))
     """Rows of the table, up to 1,000."""
     shard: str | None = None
     """Only images of the shard of this name, for --query."""
@@ -51,7 +52,7 @@ class SearchCommand:
     """Where the data are now. Default: where they were."""
     host: str = "127.0.0.1"
     """The address to serve. Default: this machine only."""
-    port: int | None = None
+    port: int | None = setting(None, limits=between(0, 65535))
     """The port to serve. Default: 8026, or a free one."""
     browser: bool = True
     """Open the page in a browser, where there is a display."""
@@ -62,10 +63,7 @@ class SearchCommand:
     """cpu or cuda, for the model. Default: a GPU if there is one."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.count <= MOST_HITS:
-            raise ValueError(f"count is {self.count}; give 1 to {MOST_HITS:,}")
-        if self.port is not None and not 0 <= self.port <= 65535:
-            raise ValueError(f"port is {self.port}; give 0 to 65535")
+        check_limits(self)
         if self.shard is not None and self.query is None:
             raise ValueError("--shard is for --query; the page has a list of shards")
 

@@ -4,8 +4,6 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from rich.table import Table
-
 from leanclip.cli.parse import parse
 from leanclip.config import override
 from leanclip.device import device_of
@@ -13,9 +11,10 @@ from leanclip.errors import UserError
 from leanclip.losses import LOSSES
 from leanclip.losses.gradient_check import check_implementations
 from leanclip.losses.registry import spec_of
-from leanclip.progress import make_console
+from leanclip.progress import make_console, make_table
 from leanclip.recipes import settings_below
 from leanclip.runs.defaults import loss_name
+from leanclip.settings import at_least, check_limits, setting
 from leanclip.training.rank_check import processes_selftest
 
 DESCRIPTION = """Check the computations of leanclip on this machine. The exit code is 1 if a check fails.
@@ -29,7 +28,6 @@ loss, all gradients, temperatures and tables must agree to 1e-8.
   leanclip selftest --loss fastclip-v3 --batch-size 1000
   leanclip selftest --processes 4 --config logs/RUN/config.toml
 """
-NUMERIC = {"error", "plain PyTorch", "norm", "difference"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +40,15 @@ class SelftestCommand:
     """With --processes: the recipe to check."""
     loss: str | None = None
     """The loss to check. Default: all of them; with --processes the run's own."""
-    batch_size: int | None = None
+    batch_size: int | None = setting(None, limits=at_least(1))
     """Samples in the batch. Default: 257; with --processes 32 of the run's own."""
-    dim: int = 96
+    dim: int = setting(96, limits=at_least(1))
     """Size of the embeddings."""
     device: str | None = None
     """cpu or cuda. Default: a GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        check_limits(self)
 
 
 def run(arguments: list[str]) -> None:
@@ -96,12 +97,8 @@ def _report(title: str, headings: tuple[str, ...], rows: list[tuple[tuple[str, .
     """Print a table of checks, and exit with 1 if one failed."""
     console = make_console()
     console.width = max(console.width, 110)  # wide enough for the table where the terminal's width is unknown
-    table = Table(title=title)
-    for heading in (*headings, ""):
-        table.add_column(heading, justify="right" if heading in NUMERIC else "left")
-    for cells, passed in rows:
-        table.add_row(*cells, "ok" if passed else "WRONG")
-    console.print(table)
+    lines = [(*cells, "ok" if passed else "WRONG") for cells, passed in rows]
+    console.print(make_table(title, (*headings, ""), lines, texts=headings.index("quantity") + 1))
     correct = sum(passed for _, passed in rows)
     console.print(f"{correct} of {len(rows)} checks passed")
     if correct < len(rows):

@@ -8,9 +8,8 @@ from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.parse import parse
 from leanclip.distributed import detect_launch
 from leanclip.errors import UserError
-from leanclip.planning.profile import profile
+from leanclip.planning.profile import StartUp, profile
 from leanclip.planning.profile import summary as profile_summary
-from leanclip.planning.start_up import StartUp
 from leanclip.recipes import list_recipes, recipe_path, settings_below
 from leanclip.runs import TrainConfig
 from leanclip.runs.stopping import exit_code
@@ -93,7 +92,3 @@ def parse_command(arguments: list[str]) -> TrainCommand:
         description=DESCRIPTION,
         below=lambda typed: TrainCommand(settings=settings_below(typed)),
     )
-
-
-if __name__ == "__main__":
-    run(sys.argv[1:])

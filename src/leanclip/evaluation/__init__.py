@@ -2,8 +2,15 @@
 
 from leanclip.evaluation.embed import Embedded, EvaluationSettings, embed
 from leanclip.evaluation.example_panel import earlier_best, hardest_negatives, retrieval_panel
-from leanclip.evaluation.labelled_sets import LabelledSet, bundled_groups, labelled_sets, open_imagenet, open_labelled
-from leanclip.evaluation.prompts import Prompts, prompts_for
+from leanclip.evaluation.labelled_sets import (
+    LabelledSet,
+    Prompts,
+    bundled_groups,
+    labelled_sets,
+    open_imagenet,
+    open_labelled,
+    prompts_for,
+)
 from leanclip.evaluation.retrieval import RECALLS, recall_text, retrieval_metrics
 from leanclip.evaluation.zero_shot import Classified, classify, summary, zero_shot_metrics
 

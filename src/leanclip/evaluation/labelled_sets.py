@@ -1,4 +1,5 @@
-"""Images with classes: WebDataset shards with .cls files, one folder per class, ImageNet, the bundled emoji."""
+"""Images with classes: WebDataset shards with .cls files, one folder per class, ImageNet, the bundled emoji; and the
+prompts of the classes, such as 'a photo of a {}.'"""
 
 import io
 import json
@@ -17,7 +18,7 @@ from leanclip.data.files import FileStat, OpenFiles, expand, is_remote, stat_all
 from leanclip.data.tar import IMAGE_ENDINGS, files_in, open_tar
 from leanclip.errors import UserError
 from leanclip.filesystem import reading
-from leanclip.models import IMAGENET_CLASSNAMES
+from leanclip.models import IMAGENET_CLASSNAMES, TEMPLATES
 from leanclip.packing.folder import IMAGE_SUFFIXES
 from leanclip.progress import ACTIVITY
 
@@ -29,6 +30,8 @@ DESCRIPTIONS = 32  # captions that describe a group of emoji
 BUNDLED_NOTE = (
     f"Emoji groups, each described by {DESCRIPTIONS} of its members' names: unseen renders of known concepts."
 )
+
+Prompts = tuple[tuple[str, ...], ...]  # the texts of each class
 
 
 @dataclass(frozen=True)
@@ -314,3 +317,44 @@ def _of_folders(path: Path, folders: list[Path], name: str, classnames: Sequence
 
 def _class_folders(path: Path) -> list[Path]:
     return sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def prompts_for(labelled: LabelledSet, templates: str | None = None) -> Prompts:
+    """The prompts of each class: by `templates` (a name or a file), else by the templates of the set.
+
+    A set without any gets OpenAI's templates if it has 1,000 classes, as ImageNet, else the simple ones.
+    """
+    if templates is None and labelled.descriptions is not None:
+        return labelled.descriptions
+    if templates is not None:
+        chosen = load_templates(templates)
+    elif labelled.templates is not None:
+        chosen = _with_place(labelled.templates, f"the templates of {labelled.name}")
+    else:
+        chosen = TEMPLATES["openai" if len(labelled.classnames) == 1000 else "simple"]
+    return tuple(
+        tuple(template.replace("{}", name).replace("{c}", name) for template in chosen)
+        for name in labelled.classnames
+    )
+
+
+def load_templates(name: str) -> tuple[str, ...]:
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    with reading(name):
+        if not Path(name).is_file():
+            raise UserError(
+                f"--templates {name}: no such file, and none of the sets {', '.join(TEMPLATES)}",
+                code="templates.not_found",
+            )
+    return _with_place(read_lines(name), name)
+
+
+def _with_place(lines: Sequence[str], origin: str) -> tuple[str, ...]:
+    for number, line in enumerate(lines, 1):
+        if "{}" not in line and "{c}" not in line:
+            raise UserError(
+                f"{origin}, template {number}: {line[:80]!r} has no {{}} for the name of the class",
+                code="templates.bad_line",
+            )
+    return tuple(lines)

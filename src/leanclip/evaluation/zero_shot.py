@@ -18,8 +18,7 @@ from leanclip.evaluation.embed import (
     equal_share,
     inference,
 )
-from leanclip.evaluation.labelled_sets import LabelledSet
-from leanclip.evaluation.prompts import Prompts
+from leanclip.evaluation.labelled_sets import LabelledSet, Prompts
 from leanclip.models import TwoTower
 
 FEWEST_FOR_TOP5 = 5  # classes

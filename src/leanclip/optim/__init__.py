@@ -2,12 +2,11 @@
 
 from leanclip.optim.config import OptimConfig
 from leanclip.optim.factory import create_optimizer, weight_decay_groups
-from leanclip.optim.schedule import learning_rate, scheduled, set_learning_rate
+from leanclip.optim.schedule import scheduled, set_learning_rate
 
 __all__ = [
     "OptimConfig",
     "create_optimizer",
-    "learning_rate",
     "scheduled",
     "set_learning_rate",
     "weight_decay_groups",

@@ -150,12 +150,8 @@ def _compile(flat: _Flat, values: list[Tensor]) -> Program:
 
     def lower(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         graphs.append(gm.graph)
-        kernels = Kernels(gm.graph, primes)
-
-        def run(values: list[Any]) -> list[Any]:
-            return kernels.run(values)
-
-        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]  # the list is emptied
+        run: Any = partial(Kernels(gm.graph, primes).run)
+        run._boxed_call = True  # the list is emptied
         return run
 
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))

@@ -3,16 +3,19 @@
 A kernel takes the longer of its arithmetic over the matrix rate and its bytes over the bandwidth, each times the
 share of that ceiling which such a kernel reaches. The shares in h200.json were measured on an H200 by timing bare
 operations, no model among them, and stand for all GPUs. Both rates are measured on the GPU of this machine
-(`gpu_measurement`); of other GPUs they are the nominal ones, scaled by what an H200 reaches of its own.
+(`measured_gpu`); of other GPUs they are the nominal ones, scaled by what an H200 reaches of its own.
 """
 
 import json
 import math
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from leanclip.errors import UserError
 from leanclip.planning.step_prediction import Predicted
@@ -169,3 +172,45 @@ def gpu_named(name: str) -> GpuModel:
         bandwidth=reference.bandwidth * nominal.bandwidth / base.bandwidth,
         measured=False,
     )
+
+
+def measured_gpu(device: torch.device) -> GpuModel:
+    """Takes about a second and 2 GiB."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    gpu = replace(
+        read_gpu(REFERENCE),
+        name=properties.name,
+        memory=properties.total_memory,
+        capability=(properties.major, properties.minor),
+        processors=properties.multi_processor_count,
+        matrix_rate=matrix_rate(device, torch.bfloat16),
+        bandwidth=copy_rate(device),
+    )
+    torch.cuda.empty_cache()
+    return gpu
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large product on this machine."""
+    side = 1024 if device.type == "cpu" else 8192 if dtype.itemsize == 2 else 4096
+    square = torch.randn(side, side, device=device).to(dtype)
+    return 2 * side**3 / seconds(lambda: square @ square)
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes/s of a large copy, read and written."""
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda: target.copy_(source))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """The shortest of several runs."""
+    times = []
+    for _ in range(8):  # the first one warms up
+        began = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return min(times)

@@ -59,8 +59,7 @@ class Option:
 
     @property
     def samples_per_second(self) -> float:
-        assert self.config.data.global_batch_size is not None
-        return self.config.data.global_batch_size / self.seconds
+        return share_of(self.config, 1) / self.seconds
 
 
 @dataclass(kw_only=True)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from leanclip.data import Batch
 from leanclip.distributed import TRAFFIC_COUNTER, Ranks
 from leanclip.evaluation.embed import EvaluationSettings, embed
-from leanclip.planning.gpu_measurement import matrix_rate, seconds
+from leanclip.planning.gpu_model import matrix_rate, seconds
 from leanclip.planning.planner import SUMMED
+from leanclip.progress import make_table
 from leanclip.training.setup import Job
 from leanclip.training.step import training_step
 
@@ -85,28 +87,57 @@ class Profile:
         }  # fmt: skip
 
     def table(self) -> Table:
-        table = _table(f"time of a step, mean of {self.steps}", "phase", "ms", "share")
-        for phase in PHASES:
-            table.add_row(phase, f"{self.seconds[phase] * 1e3:,.1f}", f"{self.share(phase):.1%}")
+        rows = [(phase, f"{self.seconds[phase] * 1e3:,.1f}", f"{self.share(phase):.1%}") for phase in PHASES]
+        table = make_table(f"time of a step, mean of {self.steps}", ("phase", "ms", "share"), rows)
         table.add_section()
         table.add_row("total", f"{self.step * 1e3:,.1f}", "100.0%")
         return table
 
     def communication_table(self) -> Table:
         """What every collective takes, and how much of it the step hides."""
-        table = _table("communication in a step", "collective", "calls", "MB", "ms alone", "hidden", "not hidden")
-        for purpose, collectives in self.collectives.items():
-            times = (1e3 * t for t in (collectives.alone, collectives.hidden, collectives.exposed))
-            volume = f"{collectives.calls:,.0f}", f"{collectives.bytes / 1e6:,.2f}"
-            table.add_row(purpose, *volume, *(f"{time:,.1f}" for time in times))
+        return make_table(
+            "communication in a step",
+            ("collective", "calls", "MB", "ms alone", "hidden", "not hidden"),
+            [
+                (
+                    purpose,
+                    f"{collectives.calls:,.0f}",
+                    f"{collectives.bytes / 1e6:,.2f}",
+                    *(f"{1e3 * t:,.1f}" for t in (collectives.alone, collectives.hidden, collectives.exposed)),
+                )
+                for purpose, collectives in self.collectives.items()
+            ],
+        )
+
+
+class StartUp:
+    """Where the time before the first step goes: seconds of this process by part, from its start on. Each part begins
+    where the one before ends."""
+
+    def __init__(self) -> None:
+        self.at = time.monotonic()
+        age = process_age()
+        self.seconds: dict[str, float] = {} if age is None else {"Python, imports": age}
+
+    def end(self, part: str) -> None:
+        now = time.monotonic()
+        self.seconds[part], self.at = now - self.at, now
+
+    def table(self) -> Table:
+        parts = [(part, f"{seconds:.2f}") for part, seconds in self.seconds.items()]
+        table = make_table("until the first step is done", ("part", "s"), parts)
+        table.add_section()
+        table.add_row("total", f"{sum(self.seconds.values()):.2f}")
         return table
 
 
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == headings[0] else "right")
-    return table
+def process_age() -> float | None:
+    """Seconds since this process started; none where Linux's /proc does not say."""
+    try:
+        ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 class _Marks:

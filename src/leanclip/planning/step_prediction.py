@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from leanclip.data import Batch
 from leanclip.data.crops.ring import device_bytes
+from leanclip.device import autocast_of
 from leanclip.distributed import TRAFFIC_COUNTER, Ranks, TrafficCounter
 from leanclip.distributed.ddp_fsdp import repeated_blocks
-from leanclip.losses import ContrastiveLoss, loss_from_config
+from leanclip.losses import ContrastiveLoss
 from leanclip.models import TwoTower
 from leanclip.models.text_length import Texts, layout
 from leanclip.ops.attention import Packing
@@ -21,9 +22,9 @@ from leanclip.optim import OptimConfig, create_optimizer, weight_decay_groups
 from leanclip.optim.loss_scale import LossScale
 from leanclip.planning.compiled_cost import traced_compile
 from leanclip.planning.simulated_gpu import simulated
-from leanclip.planning.step_trace import Kernel, Trace, faked, tracing, uncollected
+from leanclip.planning.step_trace import CPU, Kernel, Trace, faked, tracing, uncollected
 from leanclip.runs.config import TrainConfig
-from leanclip.training.model_setup import model_for_run, uses_compile, uses_cuda_graph
+from leanclip.training.model_setup import loss_for_run, model_for_run, uses_compile, uses_cuda_graph
 from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
 
@@ -44,7 +45,6 @@ WORKSPACE = 65 << 20  # bytes that cuBLAS keeps, measured on an H200
 TRACED = 2
 CUDA = torch.device("cuda")
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it are spread evenly
-HALF = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def predict_step(
     with tracing(capability) as trace, simulated(trace, ranks=ranks, processors=processors) as first:
         model = faked(model, trace, "weights").train()
         trace.enter("other", "state tables")
-        loss = make_loss() if make_loss else _loss(config, samples)
+        loss = make_loss() if make_loss else loss_for_run(config, samples)
         if precision == "fp64":
             loss = faked(loss, trace, "state tables", torch.float64)
         loss.set_epoch(0, 1)
@@ -112,7 +112,7 @@ def predict_step(
             optimizer=optimizer,
             global_batch=batch,
             micro_batches=parts,
-            autocast=torch.autocast("cpu", HALF.get(precision or "", torch.bfloat16), enabled=precision in HALF),
+            autocast=autocast_of(precision, CPU),
             grad_clip_norm=config.optim.grad_clip_norm,
             scale=LossScale.of(precision),
             ranks=first,
@@ -156,13 +156,6 @@ def _model(config: TrainConfig, ranks: int, steps: int) -> TwoTower:
             visual = model.clip.visual
             visual._compiled_call_impl = partial(traced_compile(nn.Module._call_impl), visual)
     return model
-
-
-def _loss(config: TrainConfig, samples: int) -> ContrastiveLoss:
-    mode, captions = config.data.pair_weights_mode, config.data.scored_captions
-    return loss_from_config(
-        config.run.loss, config.loss, num_samples=samples, pair_weights=mode, captions_per_sample=captions
-    )
 
 
 def _open_values_filled(config: OptimConfig) -> OptimConfig:

@@ -45,21 +45,6 @@ M = TypeVar("M", bound=nn.Module)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MATRIX = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
-ATTENTION = (
-    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_cudnn_attention,
-)  # fmt: skip
-ATTENTION_BACKWARD = (
-    aten._scaled_dot_product_flash_attention_backward, aten._scaled_dot_product_efficient_attention_backward,
-    aten._scaled_dot_product_cudnn_attention_backward,
-)  # fmt: skip
-REDUCTION = (aten.sum, aten.mean, aten.linalg_vector_norm, aten._foreach_norm)
-NORM = (aten.native_layer_norm, aten.native_group_norm)
-NORM_BACKWARD = (aten.native_layer_norm_backward, aten.native_group_norm_backward)
-BATCH_NORM = (aten.native_batch_norm, aten._native_batch_norm_legit, aten._batch_norm_with_update)
-BATCH_NORM_BACKWARD = (aten.native_batch_norm_backward, aten.batch_norm_backward)
-OPTIMIZER = (aten._fused_adamw_, aten._fused_adam_)
 # Their results are known without asking the fake tensors, which takes most of the time of a trace.
 IN_PLACE = (aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.mul_.Scalar)
 OPTIMIZER_STEPS = (aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr, aten._fused_adam_.default)
@@ -71,16 +56,32 @@ FREE = (  # that launch nothing
 KINDS = {
     packet: kind
     for kind, packets in {
-        "matrix": MATRIX, "attention": ATTENTION, "attention backward": ATTENTION_BACKWARD,
-        "convolution": (aten.convolution,), "convolution backward": (aten.convolution_backward,),
-        "norm": NORM, "norm backward": NORM_BACKWARD, "batch norm": BATCH_NORM,
-        "batch norm backward": BATCH_NORM_BACKWARD, "pooling": (aten.avg_pool2d,),
+        "matrix": (aten.mm, aten.addmm, aten.bmm, aten.baddbmm),
+        "attention": (
+            aten._scaled_dot_product_flash_attention,
+            aten._scaled_dot_product_efficient_attention,
+            aten._scaled_dot_product_cudnn_attention,
+        ),
+        "attention backward": (
+            aten._scaled_dot_product_flash_attention_backward,
+            aten._scaled_dot_product_efficient_attention_backward,
+            aten._scaled_dot_product_cudnn_attention_backward,
+        ),
         "short attention": (leanclip_ops.short_attention,),
         "short attention backward": (leanclip_ops.short_attention_backward,),
-        "pooling backward": (aten.avg_pool2d_backward,), "optimizer": OPTIMIZER, "reduction": REDUCTION,
+        "convolution": (aten.convolution,),
+        "convolution backward": (aten.convolution_backward,),
+        "norm": (aten.native_layer_norm, aten.native_group_norm),
+        "norm backward": (aten.native_layer_norm_backward, aten.native_group_norm_backward),
+        "batch norm": (aten.native_batch_norm, aten._native_batch_norm_legit, aten._batch_norm_with_update),
+        "batch norm backward": (aten.native_batch_norm_backward, aten.batch_norm_backward),
+        "pooling": (aten.avg_pool2d,),
+        "pooling backward": (aten.avg_pool2d_backward,),
+        "optimizer": (aten._fused_adamw_, aten._fused_adam_),
+        "reduction": (aten.sum, aten.mean, aten.linalg_vector_norm, aten._foreach_norm),
     }.items()
     for packet in packets
-}  # fmt: skip
+}
 
 
 class Kernel(NamedTuple):

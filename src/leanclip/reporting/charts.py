@@ -8,9 +8,10 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-from leanclip.reporting.templates import templates
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 WIDTH, HEIGHT = 380, 196
 LEFT, RIGHT, TOP, BOTTOM = 54, 370, 10, 172
@@ -94,6 +95,18 @@ def draw(chart: Chart, *, alone: bool = False) -> str:
             *(("reference", f"{name} {value:.3g}{chart.unit}") for name, value in references.items()),
         ],
         data=json.dumps(data, separators=(",", ":")),
+    )
+
+
+@cache
+def templates() -> Environment:
+    """The templates of the report. They escape every text."""
+    return Environment(
+        loader=PackageLoader("leanclip", "reporting"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
 
 

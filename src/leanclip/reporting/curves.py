@@ -4,7 +4,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from leanclip.chance import chance_of_recall
@@ -123,13 +123,12 @@ def x_axis(runs: Sequence[RunData]) -> XAxis:
     return XAxis("pairs", tuple(batches))
 
 
-def series_of(runs: Sequence[RunData], names: Sequence[str], points: Callable[[RunData], Points]) -> list[Series]:
-    """A line for each run that has values; a single run needs no colour of its own."""
+def series_of(runs: Sequence[RunData], names: Sequence[str], points: Iterable[Points]) -> list[Series]:
+    """A line for each run that has values, from the points of each; a single run needs no colour of its own."""
     factors = x_axis(runs).factors
-    lines = [points(run) for run in runs]
     return with_values(
         Series(name=names[i], x=[factors[i] * x for x in xs], y=ys, colour=i if len(runs) > 1 else None)
-        for i, (xs, ys) in enumerate(lines)
+        for i, (xs, ys) in enumerate(points)
     )
 
 
@@ -144,10 +143,7 @@ def training_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart
     charts: list[Chart] = []
     for key in keys:
         curve = curve_of(key)
-
-        def points(run: RunData, key: str = key, scale: float = curve.scale) -> Points:
-            return run.steps, [scale * value for value in run.column(key)]
-
+        points = [(run.steps, [curve.scale * value for value in run.column(key)]) for run in runs]
         charts.append(
             Chart(
                 title=curve.title,
@@ -173,20 +169,21 @@ def quantile(histogram: Histogram, share: float) -> float:
     return histogram.edges[-1]
 
 
+def quantiles(run: RunData, key: str, share: float) -> Points:
+    rows = run.histograms.get(key, ())
+    return [row.step for row in rows], [quantile(row, share) for row in rows]
+
+
 def histogram_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[Chart]:
     """Per-sample quantities over time: three quantiles of one run, the medians of several."""
     charts: list[Chart] = []
     for key in dict.fromkeys(name for run in runs for name in run.histograms):
-
-        def points(run: RunData, share: float = 0.5, key: str = key) -> Points:
-            rows = run.histograms.get(key, ())
-            return [row.step for row in rows], [quantile(row, share) for row in rows]
-
         title, note, *_ = curve_of(key)
         if len(runs) > 1:
-            title, series = f"{title}, median", series_of(runs, names, points)
+            medians = [quantiles(run, key, 0.5) for run in runs]
+            title, series = f"{title}, median", series_of(runs, names, medians)
         else:
-            lines = [(name, points(runs[0], share)) for name, share in QUANTILES.items()]
+            lines = [(name, quantiles(runs[0], key, share)) for name, share in QUANTILES.items()]
             series = with_values(Series(name=name, x=x, y=y) for name, (x, y) in lines)
             last = runs[0].histograms[key][-1]
             absent = last.absent / max(1, sum(last.counts) + last.absent)
@@ -271,15 +268,12 @@ def compared_evaluations(runs: Sequence[RunData], names: Sequence[str]) -> list[
     """One chart for each set and metric with at least two evaluations of a run."""
     charts: list[Chart] = []
     for name in sets(runs):
-        if max(len(run.evaluations_on(name)) for run in runs) < 2:
+        evaluations = [run.evaluations_on(name) for run in runs]
+        if max(map(len, evaluations)) < 2:
             continue
         for key, title in compared_metrics(runs, name).items():
-
-            def points(run: RunData, name: str = name, key: str = key) -> Points:
-                evaluations = run.evaluations_on(name)
-                return [e.step for e in evaluations], [100 * e.value(key) for e in evaluations]
-
-            chances = {chance_of(e, key) for run in runs for e in run.evaluations_on(name)}
+            points = [([e.step for e in done], [100 * e.value(key) for e in done]) for done in evaluations]
+            chances = {chance_of(e, key) for done in evaluations for e in done}
             references = {"chance": 100 * chances.pop()} if len(chances) == 1 else {}  # NaN is left out
             series = series_of(runs, names, points)
             chart = Chart(

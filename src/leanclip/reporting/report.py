@@ -11,11 +11,10 @@ from urllib.parse import quote
 from leanclip.errors import UserError
 from leanclip.filesystem import write_atomically, writing
 from leanclip.reporting import comparison, curves, report_sections
-from leanclip.reporting.charts import COLOURS, draw
+from leanclip.reporting.charts import COLOURS, draw, templates
 from leanclip.reporting.pair_weights import pair_weights_section
 from leanclip.reporting.report_sections import DASH, count, last_finite, moment, percent, plain
 from leanclip.reporting.run_reader import RunData, number, read_run
-from leanclip.reporting.templates import templates
 
 MAX_TILES = 6  # in a row
 SEARCH_PAGE = "http://127.0.0.1:8026/"  # of leanclip search, while it runs

@@ -1,4 +1,4 @@
-"""A run on disk and on screen: configuration, directory, metrics, trackers, model card, progress."""
+"""A run on disk and on screen: configuration, directory, metrics, trackers, model card."""
 
 from leanclip.runs.config import RunConfig, TrainConfig
 from leanclip.runs.run_directory import RunDirectory

@@ -1,18 +1,17 @@
 """The configuration of a training run: the settings of the run itself, and the tree of all settings."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from leanclip.data import DataConfig
 from leanclip.losses import LossConfig
 from leanclip.models import ModelConfig
 from leanclip.optim import OptimConfig
-from leanclip.settings import common, setting
+from leanclip.settings import POSITIVE, Limits, at_least, between, check_limits, common, setting
 
 Precision = Literal["amp_bf16", "amp_bfloat16", "amp", "fp32", "fp64"]
 AUTO_LOSS = "auto"
 TRACKERS = ("tensorboard", "wandb")
-MOST_THREADS = 1024
 LONGEST_NAME = 200  # bytes: file systems allow 255, and temporary names are longer
 
 
@@ -24,13 +23,6 @@ def tracker_names(report_to: str) -> tuple[str, ...]:
     return tuple(name for name in TRACKERS if name in names or "all" in names)
 
 
-def _at_least(config: object, minimum: int, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value < minimum:
-            raise ValueError(f"{name} is {value}; it must be at least {minimum}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Run"""
@@ -39,9 +31,9 @@ class RunConfig:
     """Name of the run: its directory under --logs. Default: made of time, model and loss."""
     logs: str = setting("logs", common=True, resume="free")
     """The directory that holds the runs."""
-    epochs: int = common(32)
+    epochs: int = common(32, at_least(1))
     """Passes over the training data."""
-    max_steps: int | None = None
+    max_steps: int | None = setting(None, limits=at_least(1))
     """Stop after this many steps, if --epochs would take more. The schedules end there too."""
     loss: str = setting(AUTO_LOSS, common=True, resume="fixed_unless_reset")
     """infonce, dcl, siglip, sogclr, isogclr, fastclip-v0, fastclip-v1, fastclip-v2 or fastclip-v3. auto:
@@ -54,15 +46,15 @@ class RunConfig:
     GPU, fp32 without one."""
     device: str | None = setting(None, common=True, resume="free")
     """cpu, cuda or cuda:1. Default: a GPU if there is one."""
-    seed: int = setting(0, resume="fixed")
+    seed: int = setting(0, limits=at_least(0), resume="fixed")
     """Seed of initial weights, sample order, captions and augmentation."""
-    save_frequency: int | None = setting(None, resume="free")
+    save_frequency: int | None = setting(None, limits=at_least(0), resume="free")
     """Epochs between checkpoints (as in OpenCLIP); --save-every sets it in steps."""
-    val_frequency: int | None = setting(None, resume="free")
+    val_frequency: int | None = setting(None, limits=at_least(0), resume="free")
     """Epochs between evaluations (as in OpenCLIP); --eval-every sets it in steps."""
-    log_every: int = setting(10, resume="free")
+    log_every: int = setting(10, limits=at_least(1), resume="free")
     """Steps between log lines."""
-    eval_every: int | None = setting(None, common=True, resume="free")
+    eval_every: int | None = setting(None, common=True, limits=at_least(0), resume="free")
     """Steps between evaluations. 0 evaluates only before and after. Default: a tenth of the run, at least 10."""
     zero_shot: tuple[str, ...] = setting((), common=True, resume="free")
     """Labelled images to classify at each evaluation. Tar shards with .cls files and a classnames.txt, or a folder
@@ -74,27 +66,27 @@ class RunConfig:
     templates: str | None = setting(None, resume="free")
     """Prompts for class names: openai (80), simple (7), or a file with one per line, with {} for the name.
     Default: those of the set, else openai for ImageNet and simple for others."""
-    save_every: int | None = setting(None, common=True, resume="free")
+    save_every: int | None = setting(None, common=True, limits=at_least(0), resume="free")
     """Steps between checkpoints. 0 saves only at the end. Default: a twentieth of the run, at least 100. Training
     continues while a checkpoint is written."""
-    keep_last: int = setting(3, resume="free")
+    keep_last: int = setting(3, limits=at_least(0), resume="free")
     """How many of the newest checkpoints are kept; 0 keeps all. The best one (--best-metric) is kept as well."""
-    keep_every: int | None = setting(None, resume="free")
+    keep_every: int | None = setting(None, limits=at_least(1), resume="free")
     """Checkpoints at multiples of this many steps are kept as well."""
     discard_start: bool = setting(False, resume="free")
     """Do not keep the weights that a fine-tuned run starts from. They take the room of one weights file, and serve
     the comparison of before and after and --interpolate of evaluate and export."""
     stop_on_save_error: bool = setting(False, resume="free")
     """End the run when a checkpoint cannot be written. Default: warn, and retry at the next one."""
-    max_hours: float | None = setting(None, common=True, resume="free")
+    max_hours: float | None = setting(None, common=True, limits=POSITIVE, resume="free")
     """After this many hours save and exit with code 75. --resume auto continues. SIGTERM and SIGUSR1 do the same, and
     Ctrl-C with code 130."""
     best_metric: str = setting("text_to_image_recall@10", resume="free")
     """The checkpoint with the highest value of this is kept as checkpoints/best. Of a zero-shot set: NAME/top1."""
-    ema: float | None = None
+    ema: float | None = setting(None, limits=Limits("in (0, 1), such as 0.9999", lambda decay: 0 < decay < 1))
     """Keep a running average of the weights with this decay, such as 0.9999, and evaluate and export it.
     The decay starts lower and rises to this. Default: off."""
-    max_bad_steps: int = 10
+    max_bad_steps: int = setting(10, limits=at_least(1))
     """Non-finite steps in a row (each is skipped) before the run reloads its last checkpoint; the second time it
     stops and writes diagnosis.json."""
     report_to: str = setting("tensorboard", common=True, resume="free")
@@ -113,8 +105,7 @@ class RunConfig:
     """Replace a run of the same name."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "epochs", "max_steps", "log_every", "keep_every", "max_bad_steps")
-        _at_least(self, 0, "save_frequency", "val_frequency", "save_every", "eval_every", "keep_last", "seed")
+        check_limits(self)
         for epochs, steps in (("save_frequency", "save_every"), ("val_frequency", "eval_every")):
             if getattr(self, epochs) is not None and getattr(self, steps) is not None:
                 raise ValueError(
@@ -122,10 +113,6 @@ class RunConfig:
                 )
         if self.name is not None and (not self.name.isprintable() or len(self.name.encode()) > LONGEST_NAME):
             raise ValueError(f"name is {self.name[:40]!r}...; give printable text of at most {LONGEST_NAME} bytes")
-        if self.max_hours is not None and not self.max_hours > 0:
-            raise ValueError(f"max_hours is {self.max_hours}; it must be more than 0")
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise ValueError(f"ema is {self.ema}; give a decay in (0, 1), such as 0.9999")
         if self.reset_loss_state and self.resume is None:
             raise ValueError("--reset-loss-state needs a run to resume; give --resume")
         if self.resume is not None and self.overwrite:
@@ -137,11 +124,11 @@ class RunConfig:
 class ParallelConfig:
     """Memory and processes"""
 
-    micro_batch: int | None = setting(None, common=True, resume="free")
+    micro_batch: int | None = setting(None, common=True, limits=at_least(1), resume="free")
     """Samples embedded at a time, for large batches on small GPUs. Only embeddings are kept; gradients are those of
     the whole batch; a step takes about half more time. Default: the share of a process, or on a GPU where that does
     not fit the most that does."""
-    grad_checkpointing: bool | int = setting(False, common=True, resume="free")
+    grad_checkpointing: bool | int = setting(False, common=True, limits=at_least(0), resume="free")
     """Recompute activations in the backward pass to save memory. Of all transformer blocks, or of this many of each
     tower (--grad-checkpointing 6)."""
     compile: Literal["auto", "on", "off"] = "auto"
@@ -157,19 +144,16 @@ class ParallelConfig:
     """Shard weights, gradients and optimizer state (FSDP2). Default: every process holds all of them (DDP)."""
     use_bn_sync: bool = False
     """Batch normalisation over the samples of all processes (ResNets on GPUs). Default: of each process."""
-    threads: int | None = setting(None, resume="free")
+    threads: int | None = setting(None, limits=between(1, 1024), resume="free")
     """Compute threads of each process on a CPU. Default: OMP_NUM_THREADS, or the fastest of a few measured passes,
     which the checkpoints store: a resumed run keeps it on the same number of processes."""
-    dist_timeout: float = setting(600.0, resume="free")
+    dist_timeout: float = setting(
+        600.0, limits=Limits("more than 0, at most 1e6", lambda seconds: 0 < seconds <= 1e6), resume="free"
+    )
     """Timeout in seconds after which the other processes end when one died or hangs."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 0, "grad_checkpointing")
-        _at_least(self, 1, "micro_batch", "threads")
-        if self.threads is not None and self.threads > MOST_THREADS:
-            raise ValueError(f"threads is {self.threads}; it must be at most {MOST_THREADS}")
-        if not 0 < self.dist_timeout < 1e6:
-            raise ValueError(f"dist_timeout is {self.dist_timeout}; give seconds, at most a million")
+        check_limits(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,3 +166,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+
+    def values(self) -> dict[str, Any]:
+        """All settings by name."""
+        return {name: value for part in asdict(self).values() for name, value in part.items()}

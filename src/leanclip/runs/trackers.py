@@ -4,10 +4,9 @@ import itertools
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from leanclip.errors import UserError, first_line
 from leanclip.runs.config import TrainConfig, tracker_names
@@ -15,24 +14,8 @@ from leanclip.runs.histograms import Histogram
 from leanclip.runs.run_directory import RunDirectory
 
 
-class Tracker(Protocol):
-    """Shows a run's metrics. `location` is printed at the start of the run."""
-
-    location: str | None
-
-    def scalars(self, group: str, values: Mapping[str, float], step: int) -> None: ...
-
-    def histogram(self, histogram: Histogram, step: int) -> None: ...
-
-    def rewind(self, step: int) -> None:
-        """The steps after this one will be logged again."""
-        ...
-
-    def close(self, *, failed: bool) -> None: ...
-
-
 class TensorBoard:
-    location: str | None = None
+    location: str | None = None  # printed at the start of the run
 
     def __init__(self, directory: Path, *, resume_at: int | None) -> None:
         self._directory = directory
@@ -45,6 +28,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(self._directory), purge_step=None if resume_at is None else resume_at + 1)
 
     def rewind(self, step: int) -> None:
+        """The steps after this one will be logged again."""
         self._writer.close()
         self._open(step)
 
@@ -86,7 +70,6 @@ class WeightsAndBiases:
         identity = str(facts.get("wandb_id") or uuid.uuid4().hex[:12])
         # A run recorded offline continues so, since a run that needed no login should not need one to resume.
         offline = facts.get("wandb_offline") is True and "WANDB_MODE" not in os.environ
-        values = {name: value for part in asdict(config).values() for name, value in part.items()}
         try:
             self._run: Any = wandb.init(
                 project=config.run.wandb_project_name,
@@ -95,7 +78,7 @@ class WeightsAndBiases:
                 id=identity,
                 resume="allow",
                 mode="offline" if offline else None,
-                config=values,
+                config=config.values(),
                 dir=str(directory.path),
                 settings=wandb.Settings(console="off", silent=True),
             )
@@ -123,6 +106,9 @@ class WeightsAndBiases:
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+
+
+Tracker = TensorBoard | WeightsAndBiases
 
 
 def check_trackers(report_to: str) -> None:

@@ -32,6 +32,7 @@ from leanclip.training.step import StepResult, training_step
 class Ending(NamedTuple):
     """How a run ended, if it did not fail."""
 
+    directory: RunDirectory
     checkpoint: Path  # the last one
     stopped: str | None = None  # why before its last step
 
@@ -95,7 +96,7 @@ class _Trainer:
         if at.step >= job.steps and job.resume_from is not None:
             limit = "--epochs" if run.max_steps is None else "--max-steps"
             self.output.print(f"the run is finished: step {at.step} of {job.steps}; raise {limit} to continue")
-            return Ending(job.resume_from)
+            return Ending(self.output.directory, job.resume_from)
         job.model.train()
         job.context.loss.train()
         if at.step == 0:
@@ -126,7 +127,7 @@ class _Trainer:
                 if finished or stopped:
                     if self.broken.kinds:
                         self.output.print(f"{self.broken} and replaced by others")
-                    return Ending(self.checkpoints.finish_last(), stopped)
+                    return Ending(self.output.directory, self.checkpoints.finish_last(), stopped)
 
     def batches(self) -> Iterator[Batch]:
         """The remaining batches of the run, on the device; the time spent waiting for them is counted."""

@@ -1,4 +1,4 @@
-"""The model of a run (frozen, recomputed, padded), and whether to compile it or to use a CUDA graph."""
+"""The model of a run (frozen, recomputed, padded), its loss, and whether to compile it or to use a CUDA graph."""
 
 import math
 from pathlib import Path
@@ -7,6 +7,7 @@ import torch
 
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
+from leanclip.losses import ContrastiveLoss, loss_from_config
 from leanclip.models import ModelConfig, TwoTower, check_vocabulary, create_model
 from leanclip.models.text_length import text_tower
 from leanclip.models.towers.adapter_file import start_from_adapters
@@ -46,6 +47,17 @@ def model_for_run(config: TrainConfig, start: ModelConfig | None = None, *, shap
     if config.parallel.pad_text:
         model.end_of_text = model.padding = None
     return model
+
+
+def loss_for_run(config: TrainConfig, samples: int) -> ContrastiveLoss:
+    return loss_from_config(
+        config.run.loss,
+        config.loss,
+        num_samples=samples,
+        implementation=config.run.implementation,
+        pair_weights=config.data.pair_weights_mode,
+        captions_per_sample=config.data.scored_captions,
+    )
 
 
 def tower_depth(model: TwoTower) -> int | None:

@@ -228,7 +228,9 @@ def set_threads(
             if number is None:
                 threads = fastest_threads(sorted({1, -(-most // 2), most}), measure, share, ranks)
             else:
-                threads = Threads(number, _seconds(number, measure, share, ranks), tuple(notes))
+                size, seconds, _ = _large_pass(number, measure, share, ranks)
+                seconds_per_step = max(ranks.all_gather_objects(seconds)) * share / size
+                threads = Threads(number, seconds_per_step, tuple(notes))
     torch.set_num_threads(threads.number)
     return threads
 
@@ -242,12 +244,6 @@ def _large_pass(threads: int, measure: Measure, share: int, ranks: Ranks) -> tup
         size = min(share, 2 * size)
         seconds, processor = measure(threads, size)
     return size, seconds, processor
-
-
-def _seconds(threads: int, measure: Measure, share: int, ranks: Ranks) -> float:
-    """Of a step."""
-    size, seconds, _ = _large_pass(threads, measure, share, ranks)
-    return max(ranks.all_gather_objects(seconds)) * share / size
 
 
 def fastest_threads(candidates: Sequence[int], measure: Measure, share: int, ranks: Ranks) -> Threads:

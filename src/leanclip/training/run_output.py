@@ -14,12 +14,11 @@ from leanclip.features.table import FeatureTable
 from leanclip.filesystem import write_atomically, writing
 from leanclip.losses.pair_weights import Refit
 from leanclip.models.towers.lora import is_adapter
-from leanclip.progress import make_console
+from leanclip.progress import TrainingProgress, make_console
 from leanclip.runs.health import HealthCheck
 from leanclip.runs.histograms import state_histograms
 from leanclip.runs.metrics import MetricsLog, memory
 from leanclip.runs.model_card import model_card
-from leanclip.runs.progress import TrainingProgress
 from leanclip.runs.run_directory import CARD_FILE, RunDirectory, environment
 from leanclip.runs.trackers import open_trackers
 from leanclip.training.setup import Job
@@ -47,7 +46,7 @@ class Clock:
 
 class RunOutput:
     def __init__(self, job: Job, directory: RunDirectory, log: MetricsLog | None, progress: TrainingProgress) -> None:
-        self.job, self.directory, self.progress, self.print = job, directory, progress, progress.print
+        self.job, self.directory, self.progress, self.print = job, directory, progress, progress.console.print
         self.log = log  # on the rank that writes
         self.clock, self.status = Clock(job.position.seconds), "failed"
         self.health = HealthCheck(job.config, batch=job.loader.batch)
@@ -57,8 +56,7 @@ class RunOutput:
 
     def step(self, at: Position, epoch: float, metrics: Mapping[str, float | str], broken: Mapping[str, int]) -> None:
         """A line of the log and on the terminal. `metrics` are those of the step."""
-        if self.log is None:
-            return
+        assert self.log is not None
         rate, wait = self.clock.lap()
         self.log.train(
             step=at.step, epoch=epoch, samples=at.samples, seconds=round(self.clock.total(), 3),
@@ -67,7 +65,7 @@ class RunOutput:
         )  # fmt: skip
         left = (self.job.steps - at.step) * self.job.loader.batch / max(rate, 1e-9)
         line = f"loss {metrics['loss']:.4f}  tau {metrics['tau']:.4f}  {rate:,.0f} samples/s  data wait {wait:.0%}"
-        self.progress.update(at.step, line, left)
+        self.progress.at(at.step, line, left)
         for warning in self.health(at.step, metrics):
             self.print(f"warning: {warning}")
 
@@ -127,14 +125,14 @@ class RunOutput:
 def open_output(job: Job, directory: RunDirectory, console: Console | None) -> Iterator[RunOutput]:
     """At the end, run.json gets the status of the output. All ranks call it together."""
     log = open_log(job, directory)
-    console = make_console(quiet=True) if log is None else console
+    console = make_console(quiet=True) if log is None else console or make_console()
     with TrainingProgress(job.steps, job.position.step, console) as progress:
         output = RunOutput(job, directory, log, progress)
         if log is None:
             yield output
             return
         # Not through the output: a cycle would keep the job, and with it the loader's workers, after the run.
-        log.warn = lambda message: progress.print(f"warning: {message}")
+        log.warn = lambda message: progress.console.print(f"warning: {message}")
         directory.describe(status="running")
         for location in (tracker.location for tracker in log.trackers if tracker.location):
             output.print(f"wandb: {location}")

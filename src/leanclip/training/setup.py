@@ -22,7 +22,7 @@ from leanclip.distributed import gloo_group, wrap_ddp, wrap_fsdp
 from leanclip.errors import UserError
 from leanclip.evaluation import LabelledSet, Prompts
 from leanclip.features.locked_towers import LockedTowers
-from leanclip.losses import ContrastiveLoss, LossConfig, loss_from_config
+from leanclip.losses import ContrastiveLoss, LossConfig
 from leanclip.losses.pair_weights import MIN_VISITS
 from leanclip.losses.registry import spec_of
 from leanclip.models import ModelConfig, TwoTower
@@ -34,7 +34,7 @@ from leanclip.optim.weight_average import WeightEMA
 from leanclip.runs.config import TrainConfig
 from leanclip.training.cuda_graph import CudaGraphs
 from leanclip.training.kernel_warmup import MOST_SAMPLES, KernelWarmup, warmup_calls
-from leanclip.training.model_setup import model_for_run, uses_compile, uses_cuda_graph
+from leanclip.training.model_setup import loss_for_run, model_for_run, uses_compile, uses_cuda_graph
 from leanclip.training.probe import Threads, probe_micro_batch, set_threads
 from leanclip.training.resolve import ResolvedRun, resolve
 from leanclip.training.step_context import StepContext
@@ -139,7 +139,7 @@ def build(run: ResolvedRun) -> BuiltRun:
             f"--pair-weights {config.data.pair_weights}: the captions of a sample are judged together;"
             f" --captions-per-sample {captions} judges each by itself"
         ] * (captions > 1)
-    loss = _make_loss(config, run.saved_samples)
+    loss = loss_for_run(config, run.saved_samples)
     dtype = torch.float64 if config.run.precision == "fp64" else None
     return BuiltRun(
         run=run, config=config, model=model.to(device, dtype), loss=loss.to(device, dtype), notes=tuple(notes)
@@ -242,17 +242,6 @@ def restore(job: Job, run: ResolvedRun) -> Job:
     return replace(job, position=position, notes=(*job.notes, f"resumed {restored}"))
 
 
-def _make_loss(config: TrainConfig, samples: int) -> ContrastiveLoss:
-    return loss_from_config(
-        config.run.loss,
-        config.loss,
-        num_samples=samples,
-        implementation=config.run.implementation,
-        pair_weights=config.data.pair_weights_mode,
-        captions_per_sample=config.data.scored_captions,
-    )
-
-
 def _starting_temperature(config: TrainConfig, model: TwoTower) -> LossConfig:
     """Fine-tuning starts from the temperature and bias of the weights; `fill` left them open for that."""
     defaults = spec_of(config.run.loss).defaults
@@ -267,7 +256,7 @@ def _start_warmup(built: BuiltRun) -> KernelWarmup:
     run, config = built.run, built.config
     calls = warmup_calls(
         built.model,
-        partial(_make_loss, config, 2 * MOST_SAMPLES),
+        partial(loss_for_run, config, 2 * MOST_SAMPLES),
         batch=run.batch,
         autocast=partial(autocast_of, config.run.precision, run.device),
         device=run.device,
