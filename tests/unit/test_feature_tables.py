@@ -14,11 +14,11 @@ from checkpoint_runs import train as train_any
 from shard_files import sound, write_shard
 
 from leanclip.data import BrokenSample
+from leanclip.data.feature_table import FeatureTable, copy_to_gpu
 from leanclip.data.order import caption_draws
 from leanclip.data.source import pick
 from leanclip.evaluation import EvaluationSettings, embed
 from leanclip.features.locked_towers import count_captions
-from leanclip.features.table import FeatureTable, copy_to_gpu
 
 NAMES = ("uncached", "cached", "fewer")
 WEIGHTS = []
@@ -234,7 +234,7 @@ def test_batches_of_row_numbers_become_the_same_features(tmp_path, monkeypatch, 
     for table in copied.features:
         if isinstance(table, FeatureTable):
             table.copy_to(torch.device("cpu"))
-    monkeypatch.setattr("leanclip.features.table.NUMBERS_AT_ONCE", 1)
+    monkeypatch.setattr("leanclip.data.feature_table.NUMBERS_AT_ONCE", 1)
     batches = [batch for epoch in range(2) for batch in copied.loader.epoch(epoch)]
     assert len(batches) == len(expected) == 12 and sum(sum(batch.broken.values()) for batch in batches) > 1
     for batch, right in zip(batches, expected, strict=True):

@@ -9,8 +9,8 @@ from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.models import ModelConfig, TwoTower, check_vocabulary, create_model
 from leanclip.models.text_length import text_tower
-from leanclip.models.towers.adapter_file import start_from_adapters
 from leanclip.models.towers.layers import Side
+from leanclip.models.towers.lora import start_from_adapters
 from leanclip.runs.config import TrainConfig
 
 COMPILE_SECONDS = 40.0  # to compile the towers, about

@@ -11,7 +11,7 @@ table.json                        what the features were computed from
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,12 @@ QUICK_BYTES = 4 << 30  # of a mapped table that stays in memory once it was read
 
 
 class FeatureTable:
+    """Features of samples by id. `rows` of a sample that could not be read raises BrokenSample.
+
+    Views, or draws of captions, of many visits become row numbers; `take` gives what a batch holds of them: their
+    features, or the numbers themselves where the table lies on the compute device, for `gather` to read them there.
+    """
+
     def __init__(self, directory: Path, *, writable: bool = False) -> None:
         """Open a table. The files stay on disk; a row that is read comes into memory."""
         mode = "r+" if writable else "r"
@@ -81,10 +87,12 @@ class FeatureTable:
 
     @property
     def quick(self) -> bool:
+        """Whether reading rows needs no worker processes."""
         return self.on_device or self.nbytes <= QUICK_BYTES
 
     @property
     def at_once(self) -> int:
+        """Of how many samples rows are best read together."""
         return NUMBERS_AT_ONCE if self.on_device else ROWS_AT_ONCE
 
     def missing(self) -> np.ndarray:
@@ -154,6 +162,16 @@ class FeatureTable:
                 self._broken = {entry[0]: (entry[1], entry[2]) for entry in map(json.loads, lines)}
             raise BrokenSample(*self._broken[index])
         return self.features[self.first[index] : self.first[index + 1]]
+
+
+class Features(NamedTuple):
+    """Of locked towers, read in the place of pixels or of captions."""
+
+    images: FeatureTable | None = None
+    texts: FeatureTable | None = None
+
+
+NO_FEATURES = Features()
 
 
 def copy_to_gpu(tables: Iterable[FeatureTable | None], device: torch.device) -> None:
