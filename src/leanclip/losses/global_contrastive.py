@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from leanclip import ops
-from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metric, Metrics
-from leanclip.losses.custom_gradient import attach_gradients
+from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metric, Metrics, attach_gradients
 from leanclip.losses.device_scalars import DeviceScalars
 from leanclip.losses.normalizer import Normalizer
 from leanclip.losses.objective import Anchors

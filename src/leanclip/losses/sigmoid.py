@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from leanclip import ops
-from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metric, Metrics
-from leanclip.losses.custom_gradient import attach_gradients
+from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metric, Metrics, attach_gradients
 from leanclip.losses.pair_weights import TABLES, PairWeights, never_scored
 from leanclip.losses.sample_state import Ids, SampleState
 from leanclip.losses.similarities import Similarities

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from leanclip.errors import UserError
-from leanclip.models.blocks import Block, adopt_blocks
 from leanclip.models.kernel_barriers import add_kernel_barriers
 from leanclip.models.open_clip_api import PreprocessCfg, VisionTransformer, image_transform_v2
 from leanclip.models.saved import CONFIG_FILE
@@ -41,7 +40,7 @@ from leanclip.models.towers.layers import (
 )
 from leanclip.models.towers.lora import add_adapters
 from leanclip.models.towers.projection import Projection
-from leanclip.models.transformer_towers import embed_images, embed_texts, normalised
+from leanclip.models.transformer_towers import Block, adopt_blocks, embed_images, embed_texts, normalised
 
 
 class TwoTower(nn.Module):
