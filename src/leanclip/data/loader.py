@@ -198,8 +198,10 @@ class _TrainingBatches(Dataset):
         numbers: Tensor | None,
     ) -> Batch:  # fmt: skip
         lengths = None
-        if images is None:
-            images = read.joined_images()
+        if images is None and isinstance(read.images, SlotWriter):
+            images = torch.tensor(read.images.layout, dtype=torch.int64)
+        elif images is None:
+            images = stacked(read.images)
         if tokens is None:
             tokens = self.tokenizer(read.captions) if read.captions else torch.empty(0, dtype=torch.int64)
             lengths = self.end_of_text(tokens) if read.captions and self.end_of_text is not None else None
@@ -281,11 +283,6 @@ class _Contents:
     weights: list[Any] = field(default_factory=list)
     broken: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
-
-    def joined_images(self) -> Tensor:
-        if isinstance(self.images, SlotWriter):
-            return torch.tensor(self.images.layout, dtype=torch.int64)
-        return stacked(self.images)
 
 
 class EvaluationBatch(NamedTuple):

@@ -15,7 +15,7 @@ from leanclip.distributed import PendingGather, Ranks
 from leanclip.errors import ArgumentError
 from leanclip.losses.pair_weights import PairWeights
 from leanclip.losses.sample_state import SampleState
-from leanclip.ops import Gradients, Pairs, accumulator_dtype
+from leanclip.ops import Gradients, Implementation, Pairs, accumulator_dtype, scalar_kernels
 
 Metric = Tensor | float | str | Callable[[], Tensor]
 SMALLEST_MEAN_WEIGHT = 1e-6  # of a batch: one whose pairs all have weight 0 teaches nothing, instead of NaN
@@ -190,6 +190,14 @@ class ContrastiveLoss(nn.Module):
         batch = len(image_features) * ranks.size if global_batch is None else global_batch
         image = in_step_precision(image_features.detach())
         self._early = image_features, ranks.start_gather(image, batch, purpose="embeddings")
+
+    def scalar_kernels(self, engine: Implementation, local: Local, tensors: Sequence[Tensor]) -> Any:
+        """The engine's kernels for all scalars of a call with these tensors of the loss; None where it has none, or
+        the call needs more."""
+        if self.pair_weights is not None or not local.plain:
+            return None
+        fit = all(tensor.dtype == torch.float32 and tensor.device == local.image.device for tensor in tensors)
+        return scalar_kernels(engine) if fit else None
 
     def compute(self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None) -> LossOutput:
         """The loss itself, on embeddings of one precision."""

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from leanclip.errors import UserError
-from leanclip.models.open_clip_api import Attention, TimmMlp
+from leanclip.models.open_clip_api import Attention, TimmMlp, header_of
 from leanclip.models.towers.layers import BLOCK, Side, lock, side_of
 from leanclip.models.untrusted import check_weights
 
@@ -264,10 +263,7 @@ def _read_adapters(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tenso
     if not path.is_file():
         raise UserError(f"no such file of adapters: {path}", code="lora.not_found")
     check_weights(path)
-    header: str | None = None
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            header = (file.metadata() or {}).get(HEADER_KEY)
+    header = header_of(path, HEADER_KEY) if path.suffix == ".safetensors" else None
     if header is None:
         raise UserError(
             f"{path} holds no adapters; leanclip export --format lora writes such a file", code="lora.not_adapters"
