@@ -179,7 +179,7 @@ def test_rows_that_are_left_out_are_not_drawn(tmp_path):
     draws = np.linspace(0, 0.999, 50)
     assert set(copy.drawn(np.zeros(50, np.int64), draws)) == {0, 2}
     assert set(copy.drawn(np.ones(50, np.int64), draws)) == {3}
-    assert copy.starts(np.array([1, 0])).tolist() == [3, 0]
+    assert copy.first[[1, 0]].tolist() == [3, 0]
     plain = FeatureTable(tmp_path / "t")
     assert set(plain.drawn(np.zeros(50, np.int64), draws)) == {0, 1, 2}
 

@@ -134,10 +134,6 @@ class FeatureTable:
         places = np.searchsorted(edges, begin + draws * (end - begin), "right") - 1
         return rows[np.minimum(places, ends - 1)]
 
-    def starts(self, ids: np.ndarray) -> np.ndarray:
-        """The first row of each sample."""
-        return self.first[ids]
-
     def take(self, numbers: np.ndarray) -> Tensor:
         """What a batch holds of these rows."""
         return torch.from_numpy(numbers if self.on_device else self.features[numbers])

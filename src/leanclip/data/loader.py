@@ -189,7 +189,7 @@ class _TrainingBatches(Dataset):
             drawn = texts.drawn(self._owners(ids), draws)
             text_rows = by_step(texts.take(drawn))
             if self.number_captions:
-                numbers = by_step(torch.from_numpy(drawn - texts.starts(self._owners(ids))))
+                numbers = by_step(torch.from_numpy(drawn - texts.first[self._owners(ids)]))
         rows = zip(read, by_step(torch.from_numpy(ids)), image_rows, text_rows, numbers, strict=True)
         return [self._batch(*step) for step in rows]
 

@@ -189,17 +189,16 @@ class LockedTowers:
                 yield len(batch.ids) + len(batch.broken)
 
     def _fill_texts(self, table: FeatureTable, ids: np.ndarray) -> Iterator[int]:
+        model = self.model
         for start in range(0, len(ids), SAMPLES_PER_PASS):
             captions, broken = read_each(self.source.captions, ids[start : start + SAMPLES_PER_PASS].tolist())
             if captions:
                 texts = [text for several in captions.values() for text in several]
-                table.write(list(captions), _stored(by_length(texts, IMAGES_PER_PASS, self._text_features)))
+                rows = by_length(texts, IMAGES_PER_PASS, lambda part: model.text_features(model.tokenizer(part)))
+                table.write(list(captions), _stored(rows))
             for index, error in broken.items():
                 table.mark_broken(index, error.kind, str(error))
             yield len(captions) + len(broken)
-
-    def _text_features(self, texts: list[str]) -> Tensor:
-        return self.model.text_features(self.model.tokenizer(texts))
 
 
 def by_length(texts: list[str], batch: int, encode: Callable[[list[str]], Tensor]) -> Tensor:

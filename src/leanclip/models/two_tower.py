@@ -194,14 +194,8 @@ class TwoTower(nn.Module):
         special = {*getattr(self.tokenizer, "all_special_ids", ()), 0}
         return self.tokenizer.decode([t for t in tokens.tolist() if t not in special]).strip()  # pyright: ignore[reportFunctionMemberAccess]
 
-    def lock_image(self, unlocked_groups: int = 0) -> None:
-        """Freeze the trunk of the image tower except its last groups: parameters, batch-norm statistics, dropout."""
-        self._lock("image", unlocked_groups)
-
-    def lock_text(self, unlocked_layers: int = 0) -> None:
-        self._lock("text", unlocked_layers)
-
-    def _lock(self, side: Side, unlocked: int) -> None:
+    def lock(self, side: Side, unlocked: int = 0) -> None:
+        """Freeze the trunk of a tower except its last layers: parameters, batch-norm statistics, dropout."""
         tower = self.config["vision_cfg" if side == "image" else "text_cfg"]
         lock(self.clip, side, unlocked_of_trunk(tower, unlocked))
         self.locked.append(side)

@@ -31,9 +31,9 @@ def model_for_run(config: TrainConfig, start: ModelConfig | None = None, *, shap
     )
     check_vocabulary(model)
     if config.model.lock_image:
-        model.lock_image(config.model.lock_image_unlocked_groups)
+        model.lock("image", config.model.lock_image_unlocked_groups)
     if config.model.lock_text:
-        model.lock_text(config.model.lock_text_unlocked_layers)
+        model.lock("text", config.model.lock_text_unlocked_layers)
     ranks: dict[Side, int] = {"image": config.model.lora_image, "text": config.model.lora_text}
     for side, rank in ranks.items():
         if rank:
