@@ -42,7 +42,7 @@ import leanclip
 from leanclip.data import DataConfig, EvaluationTransform, synthetic
 from leanclip.device import autocast_of
 from leanclip.evaluation import EvaluationSettings
-from leanclip.features.views import view_batches
+from leanclip.features.locked_towers import view_batches
 from leanclip.models import ModelConfig, create_model
 from leanclip.models.export import export_open_clip
 from leanclip.progress import ACTIVITY

@@ -25,7 +25,7 @@ from steps import append_rows, device_name, synchronize
 import leanclip
 from leanclip.config import override
 from leanclip.data import on_device
-from leanclip.features.table import FeatureTable
+from leanclip.data.feature_table import FeatureTable
 from leanclip.models import ModelConfig, create_model
 from leanclip.runs import RunDirectory, TrainConfig
 from leanclip.training import Job, set_up, train

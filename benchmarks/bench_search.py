@@ -25,8 +25,7 @@ from steps import append_rows
 from torch.nn.functional import normalize
 
 import leanclip
-from leanclip.search.approximate import INDEX, ApproximateIndex, load_or_build
-from leanclip.search.index import ExactIndex, LargeIndex
+from leanclip.search.index import GRAPH, ApproximateIndex, ExactIndex, LargeIndex, load_or_build
 
 RESULTS = Path(__file__).parent / "results" / "search.csv"
 DIM, PER_CLUSTER, SPREAD = 512, 100, 0.65  # members of a cluster have a cosine of about 0.7
@@ -95,7 +94,7 @@ def search_rows(count: int, queries: int, directory: Path) -> list[dict[str, Any
     hits = sum(len(np.intersect1d(*both)) for both in zip(found, right, strict=True))
     rows.append({
         "what": "approximate", "vectors": count, "dim": DIM, **times,
-        "gib": (directory / INDEX).stat().st_size / 2**30,
+        "gib": (directory / GRAPH).stat().st_size / 2**30,
         "recall_at_10": hits / (NEAREST * queries), **cost,
     })  # fmt: skip
     return rows

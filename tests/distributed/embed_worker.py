@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from leanclip.data import DataConfig
+from leanclip.data.feature_table import FeatureTable
 from leanclip.evaluation import EvaluationSettings
-from leanclip.features.table import FeatureTable
 from leanclip.search import embed as embedding
 from leanclip.search import store
 

@@ -9,8 +9,8 @@ from training_worker import vit_file
 
 from leanclip.config import override
 from leanclip.data import on_device
+from leanclip.data.feature_table import FeatureTable
 from leanclip.features import locked_towers
-from leanclip.features.table import FeatureTable
 from leanclip.runs import TrainConfig
 from leanclip.training import set_up
 from leanclip.training.step import training_step

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leanclip.cli.train import run
-from leanclip.features import table
+from leanclip.data import feature_table
 from leanclip.models import ModelConfig, create_model
 from leanclip.training import cuda_graph
 
@@ -31,11 +31,11 @@ def test_graphs_and_tables_on_the_gpu_change_no_loss(loss, locked, tmp_path, mon
     torch.manual_seed(0)
     torch.save(create_model(ModelConfig(model=str(tmp_path / "vit.json"))).clip.state_dict(), tmp_path / "start.pt")
     copied, captured, results = [], [], {}
-    copy_to = table.FeatureTable.copy_to
-    monkeypatch.setattr(table.FeatureTable, "copy_to", lambda *given: copied.append(copy_to(*given)))
+    copy_to = feature_table.FeatureTable.copy_to
+    monkeypatch.setattr(feature_table.FeatureTable, "copy_to", lambda *given: copied.append(copy_to(*given)))
     monkeypatch.setattr(cuda_graph.GraphedStep, "__init__", counting(cuda_graph.GraphedStep.__init__, captured))
     for name, graph, share in (("mapped", "off", 2**40), ("eager", "off", 4), ("graph", "on", 4)):
-        monkeypatch.setattr(table, "DEVICE_SHARE", share)
+        monkeypatch.setattr(feature_table, "DEVICE_SHARE", share)
         copied.clear()
         captured.clear()
         folder = tmp_path / name

@@ -114,7 +114,7 @@ def test_steps_on_features_are_graphed_whatever_the_towers(name, packed):
     results = []
     for graphed in (True, False):
         model = model_of(*FAMILIES["clip" if packed else "timm"]).double().train()
-        model.lock_image()
+        model.lock("image")
         loss = leanclip.create_loss(name, num_samples=SAMPLES, pair_weights="learned").double()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.SGD([*trained, *loss.parameters()], lr=0.05)

@@ -13,7 +13,7 @@ from shard_files import picture, sound, write_shard
 
 import leanclip
 from leanclip.data import EvaluationTransform
-from leanclip.features.table import FeatureTable
+from leanclip.data.feature_table import FeatureTable
 from leanclip.models import WEIGHTS_FILE, TwoTower
 from leanclip.search.embed import place_of
 from leanclip.search.engine import open_engine

@@ -13,8 +13,7 @@ from shard_files import picture, write_shard
 
 from leanclip.checkpointing.storage import StoredTensors
 from leanclip.data.datasets import _checksum
-from leanclip.data.exclusion.listed import Listed, listed_samples
-from leanclip.data.exclusion.same_shards import same_shards
+from leanclip.data.exclusion.listed import Listed, listed_samples, same_shards
 from leanclip.data.order import NO_IDS, SplitVisits, WeightedVisits
 from leanclip.data.shards import Shards
 from leanclip.data.source import Part

@@ -16,11 +16,11 @@ from shard_files import picture, sound, write_shard
 
 import leanclip
 from leanclip.data import BrokenSample
+from leanclip.data.feature_table import FeatureTable, copy_to_gpu
 from leanclip.data.order import caption_draws
 from leanclip.data.source import pick
 from leanclip.evaluation import EvaluationSettings, embed
 from leanclip.features.locked_towers import count_captions
-from leanclip.features.table import FeatureTable, copy_to_gpu
 
 NAMES = ("uncached", "cached", "fewer")
 WEIGHTS = []
@@ -235,7 +235,7 @@ def test_rows_that_are_left_out_are_not_drawn(tmp_path):
     draws = np.linspace(0, 0.999, 50)
     assert set(copy.drawn(np.zeros(50, np.int64), draws)) == {0, 2}
     assert set(copy.drawn(np.ones(50, np.int64), draws)) == {3}
-    assert copy.starts(np.array([1, 0])).tolist() == [3, 0]
+    assert copy.first[[1, 0]].tolist() == [3, 0]
     plain = FeatureTable(tmp_path / "t")
     assert set(plain.drawn(np.zeros(50, np.int64), draws)) == {0, 1, 2}
 
@@ -293,7 +293,7 @@ def test_batches_of_row_numbers_become_the_same_features(tmp_path, monkeypatch, 
     for table in copied.features:
         if isinstance(table, FeatureTable):
             table.copy_to(torch.device("cpu"))
-    monkeypatch.setattr("leanclip.features.table.NUMBERS_AT_ONCE", 1)
+    monkeypatch.setattr("leanclip.data.feature_table.NUMBERS_AT_ONCE", 1)
     batches = [batch for epoch in range(2) for batch in copied.loader.epoch(epoch)]
     assert len(batches) == len(expected) == 12 and sum(sum(batch.broken.values()) for batch in batches) > 1
     for batch, right in zip(batches, expected, strict=True):

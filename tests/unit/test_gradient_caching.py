@@ -79,7 +79,7 @@ def test_patch_dropout_drops_the_same_twice(name, captions, tmp_path):
 
 def test_a_locked_tower_gets_no_gradient(tmp_path):
     model = small_vit(tmp_path).double()
-    model.lock_image()
+    model.lock("image")
     data = double_batch()
     model.train()
     direct(context_of(model), data)

@@ -39,7 +39,7 @@ ONE_DOOR = {
     "transformers": "models/transformers_clip.py",
     "clip_benchmark": "evaluation/clip_benchmark_main.py",
     "wandb": "runs/trackers.py",
-    "usearch": "search/approximate.py",
+    "usearch": "search/index.py",
     "onnxruntime": "models/formats/onnx_towers.py",
 }
 

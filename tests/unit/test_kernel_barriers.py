@@ -36,7 +36,7 @@ CODE = """
 import sys
 from torch._inductor.async_compile import AsyncCompile
 from leanclip.models import ModelConfig, create_model
-from leanclip.models.blocks import compiled
+from leanclip.models.transformer_towers import compiled
 seen = []
 AsyncCompile.triton = lambda self, name, source, device_str="cuda": seen.append((name, source, device_str))
 if sys.argv[1] == "a block":

@@ -43,8 +43,8 @@ def test_projections_of_locked_towers_are_trained(family, request):
     model = hugging_face(request.getfixturevalue("bert")) if family == "hugging face" else model_of(*FAMILIES[family])
     projections = {name for side in ("image", "text") for name in tower_layers(model.clip, side).projection}
     assert len(projections) >= 2
-    model.lock_image()
-    model.lock_text()
+    model.lock("image")
+    model.lock("text")
     assert trained(model) == projections
     pixels = torch.randn(4, 3, *model.image_size)
     tokens = model.tokenizer(["a cat", "two"] * 2) if family == "hugging face" else captions(4)
@@ -67,16 +67,16 @@ def test_unlocked_layers_are_counted_as_open_clip_does(family, unlocked):
     theirs.clip.lock_image_tower(unlocked_groups=unlocked)
     theirs.clip.lock_text_tower(unlocked_layers=unlocked)
     projections = {name for side in ("image", "text") for name in tower_layers(model.clip, side).projection}
-    model.lock_image(unlocked)
-    model.lock_text(unlocked)
+    model.lock("image", unlocked)
+    model.lock("text", unlocked)
     assert trained(model) == trained(theirs) | projections
 
 
 def test_the_last_layers_of_other_towers_can_be_unlocked(bert):
     """open_clip's ResNets and BERT refuse that with an assertion or a KeyError."""
     resnet, text = model_of(*FAMILIES["resnet"]), hugging_face(bert)
-    resnet.lock_image(1)
-    text.lock_text(2)
+    resnet.lock("image", 1)
+    text.lock("text", 2)
     blocks = {name.split(".")[1] for name in trained(resnet) if name.startswith("visual.")}
     assert blocks == {"layer4", "attnpool"}
     layers = {name.partition(".layer.")[2][:1] for name in trained(text) if name.startswith("text.transformer.")}
@@ -92,9 +92,9 @@ def test_nothing_left_to_train_is_refused():
     base, vision, text = FAMILIES["its own, no projection"]
     vision = {"timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "none", "image_size": 160}
     model = model_of(base | {"embed_dim": 64}, vision | {"layers": None}, text | {"width": 64})
-    model.lock_image()
+    model.lock("image")
     with refuses("model.nothing_to_train", "--lock-text"):
-        model.lock_text()
+        model.lock("text")
 
 
 def test_the_summary_names_the_weights(tmp_path):
@@ -103,7 +103,7 @@ def test_the_summary_names_the_weights(tmp_path):
     assert [tower.weights for tower in model.summary()] == [None, None]
     torch.save(model.clip.state_dict(), tmp_path / "start.pt")
     model = create_model(ModelConfig(model=str(tmp_path / "small.json"), pretrained=str(tmp_path / "start.pt")))
-    model.lock_image(2)
+    model.lock("image", 2)
     lines = [str(tower) for tower in model.summary()]
     assert all(f"weights from {tmp_path}/start.pt" in line for line in lines)
     assert "12 of 13 layers frozen, its projection trained" in lines[0] and "frozen" not in lines[1]

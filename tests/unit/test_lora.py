@@ -17,9 +17,9 @@ from tower_cases import FAMILIES, both_ways, captions, model_of
 import leanclip
 from leanclip.checkpointing.storage import StoredTensors
 from leanclip.models import ModelConfig, create_model
-from leanclip.models.blocks import Block
 from leanclip.models.towers.layers import BLOCK
 from leanclip.models.towers.lora import ADAPTED, A, B, add_adapters, is_adapter, merged
+from leanclip.models.transformer_towers import Block
 from refusal import exit_code as command
 from refusal import refusal, refusal_code, refuses
 
@@ -163,9 +163,8 @@ def test_recomputed_and_compiled_towers(case, built, monkeypatch):
     model.checkpoint_activations()
     again = both_ways(model, *batch, ours=True)
     model.checkpoint_activations(0)
-    for module in ("blocks", "transformer_towers"):  # as `compiled` does, without a compiler
-        traced = lambda function: torch.compile(function, backend="eager", fullgraph=True)  # noqa: E731
-        monkeypatch.setattr(f"leanclip.models.{module}.compiled", traced)
+    traced = lambda function: torch.compile(function, backend="eager", fullgraph=True)  # noqa: E731
+    monkeypatch.setattr("leanclip.models.transformer_towers.compiled", traced)  # as it does, without a compiler
     model.compile_towers(whole=False)
     if not model.blockwise_image:
         model.clip.visual.compile(backend="eager", fullgraph=True)

@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from leanclip.data import DataConfig, open_source
 from leanclip.data.csv_table import Table
-from leanclip.data.loader import weight_of
+from leanclip.data.source import weight_of
 from leanclip.packing.coco import Coco
 from leanclip.packing.folder import Folder
 from leanclip.packing.pack import PackConfig, pack

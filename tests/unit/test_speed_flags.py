@@ -12,8 +12,9 @@ import torch
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.train import parse_command, run
 from leanclip.config import override
-from leanclip.data import Batch, prefetch
-from leanclip.data.prefetch import on_device
+from leanclip.data import Batch
+from leanclip.data import batch as batch_module
+from leanclip.data.batch import on_device
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.models import ModelConfig, create_model
@@ -129,7 +130,7 @@ def test_an_epoch_is_left_when_its_last_batch_has_come(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(record_event=lambda: None))
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(Batch, "to", lambda batch, *_: batch)
-    monkeypatch.setattr(prefetch, "_received", lambda batch, _: batch)
+    monkeypatch.setattr(batch_module, "_received", lambda batch, _: batch)
     monkeypatch.setattr(time, "monotonic", lambda: 3600.0 * next(hours))
     arriving = on_device(batches(), torch.device("cuda", 0))
     assert int(next(arriving).images) == 0

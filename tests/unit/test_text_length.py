@@ -146,7 +146,7 @@ def test_a_copied_model_is_independent():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own look at what it compiles
 def test_compiled_blocks_compute_the_same_and_share_their_code(monkeypatch):
-    from leanclip.models import blocks
+    from leanclip.models import transformer_towers as towers
 
     graphs = []
 
@@ -154,12 +154,12 @@ def test_compiled_blocks_compute_the_same_and_share_their_code(monkeypatch):
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(blocks, "compiled", {blocks.run_block: torch.compile(blocks.run_block, backend=backend)}.get)
+    monkeypatch.setattr(towers, "compiled", {towers.run_block: torch.compile(towers.run_block, backend=backend)}.get)
     model = model_of({}, {"layers": 4}, {"layers": 4}).double().train()
     images, tokens = torch.randn(11, 3, 32, 32, dtype=torch.float64), captions()
     expected = both_ways(model, images, tokens, ours=True)
     for module in model.modules():
-        if isinstance(module, blocks.Block):
+        if isinstance(module, towers.Block):
             module.compiled = True
     blockwise = both_ways(model, images, tokens, ours=True)
     assert len(graphs) == 4  # each tower's blocks and its last

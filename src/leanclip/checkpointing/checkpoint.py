@@ -40,8 +40,7 @@ from leanclip.errors import UserError
 from leanclip.filesystem import put_back, remove, replace_directory, sync
 from leanclip.models import WEIGHTS_FILE, step_directories, with_temperature
 from leanclip.models.saved import LAST, START
-from leanclip.models.towers.adapter_file import ADAPTER_FILE, adapter_file
-from leanclip.models.towers.lora import merged
+from leanclip.models.towers.lora import ADAPTER_FILE, adapter_file, merged
 from leanclip.progress import ACTIVITY
 
 FORMAT = 1

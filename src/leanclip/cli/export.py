@@ -12,7 +12,7 @@ from leanclip.filesystem import write_atomically, writing
 from leanclip.inference import SavedModel, find_start, find_weights_directory, interpolated
 from leanclip.models import ModelConfig, TwoTower, config_of_file, create_model, load_model
 from leanclip.models.export import export_onnx, export_open_clip, export_transformers
-from leanclip.models.towers.adapter_file import ADAPTER_FILE, merge_adapters
+from leanclip.models.towers.lora import ADAPTER_FILE, merge_adapters
 from leanclip.progress import make_console
 from leanclip.runs import RunDirectory
 from leanclip.runs.metrics import read_results

@@ -1,6 +1,6 @@
 """The data: indexed shards, stable ids, batches that are a pure function of (seed, epoch, step)."""
 
-from leanclip.data.batch import Batch
+from leanclip.data.batch import Batch, on_device
 from leanclip.data.config import DataConfig
 from leanclip.data.datasets import (
     Datasets,
@@ -13,7 +13,6 @@ from leanclip.data.datasets import (
 )
 from leanclip.data.decode import EvaluationTransform, training_transform
 from leanclip.data.loader import TrainingLoader, evaluation_batches
-from leanclip.data.prefetch import on_device
 from leanclip.data.shards import Shards, check_manifest, load_manifest
 from leanclip.data.source import BrokenCount, BrokenSample, Manifest, Source
 

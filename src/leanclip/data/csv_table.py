@@ -79,8 +79,7 @@ class Table(Packable):
         return len(self._starts if self._groups is None else self._groups[1]) - 1
 
     def image_bytes(self, index: int) -> bytes:
-        path = self._fields(self._rows_of(index)[0])[self._image_column]
-        return read_image(self.path.parent, path, self.name(index), anywhere=True)
+        return read_image(self.path.parent, self._image_path(index), self.name(index), anywhere=True)
 
     def image_sizes(self) -> np.ndarray:
         return np.fromiter(map(self._image_size, range(len(self))), np.int64, len(self))
@@ -96,10 +95,10 @@ class Table(Packable):
                 f"{self.path} has no column {key}; its columns are {', '.join(self._columns)[:500]}",
                 code="data.missing_column",
             )
-        return self._fields(self._rows_of(index)[0])[self._columns.index(key)].strip()
+        return self._first_fields(index)[self._columns.index(key)].strip()
 
     def fields(self, index: int) -> dict[str, str]:
-        columns = dict(zip(self._columns, map(str.strip, self._fields(self._rows_of(index)[0])), strict=True))
+        columns = dict(zip(self._columns, map(str.strip, self._first_fields(index)), strict=True))
         return kept_fields(columns, without=(self._columns[self._image_column], self._columns[self._caption_column]))
 
     def file(self, index: int) -> str:
@@ -110,7 +109,7 @@ class Table(Packable):
 
     def key(self, index: int) -> str:
         with contextlib.suppress(BrokenSample, UserError):
-            return self._fields(self._rows_of(index)[0])[self._image_column]
+            return self._image_path(index)
         return self.name(index)
 
     def manifest(self) -> Manifest:
@@ -180,9 +179,14 @@ class Table(Packable):
     def _image_size(self, index: int) -> int:
         ACTIVITY.still_working()
         with contextlib.suppress(BrokenSample, OSError, ValueError):
-            path = self._fields(self._rows_of(index)[0])[self._image_column]
-            return (self.path.parent / path).stat().st_size
+            return (self.path.parent / self._image_path(index)).stat().st_size
         return 0
+
+    def _first_fields(self, index: int) -> list[str]:
+        return self._fields(self._rows_of(index)[0])
+
+    def _image_path(self, index: int) -> str:
+        return self._first_fields(index)[self._image_column]
 
     def _row_name(self, row: int) -> str:
         return f"row {row + 1} of {self.path}"

@@ -52,48 +52,6 @@ class Preprocess(Protocol):
     fill_color: int
 
 
-class FeatureRows(Protocol):
-    """A table of features by sample id. `rows` of a sample that could not be read raises BrokenSample.
-
-    Views, or draws of captions, of many visits become row numbers; `take` gives what a batch holds of them: their
-    features, or the numbers themselves where the table lies on the compute device, for `gather` to read them there.
-    `quick`: reading rows needs no worker processes. `at_once`: of how many samples they are best read together.
-    """
-
-    @property
-    def dim(self) -> int: ...
-
-    @property
-    def quick(self) -> bool: ...
-
-    @property
-    def at_once(self) -> int: ...
-
-    def rows(self, index: int) -> np.ndarray: ...
-
-    def broken(self, ids: np.ndarray) -> np.ndarray: ...
-
-    def views(self, ids: np.ndarray, visits: np.ndarray) -> np.ndarray: ...
-
-    def drawn(self, ids: np.ndarray, draws: np.ndarray) -> np.ndarray: ...
-
-    def starts(self, ids: np.ndarray) -> np.ndarray: ...
-
-    def take(self, numbers: np.ndarray) -> Tensor: ...
-
-    def gather(self, taken: Tensor) -> Tensor: ...
-
-
-class Features(NamedTuple):
-    """Of locked towers, read in the place of pixels or of captions."""
-
-    images: FeatureRows | None = None
-    texts: FeatureRows | None = None
-
-
-NO_FEATURES = Features()
-
-
 class Box(NamedTuple):
     """A part of an image, in pixels of its full size."""
 
@@ -234,13 +192,17 @@ def decode_image(source: Source, index: int) -> Image.Image:
         return _to_rgb(open_image(content))
 
 
+def pixels_of_sample(source: Source, index: int, transform: Transform, rng: random.Random | None = None) -> Tensor:
+    content = source.image_bytes(index)
+    with naming(source, index):
+        return transform(content, rng)
+
+
 def view_of_sample(source: Source, index: int, transform: Transform, *, seed: int) -> Tensor:
     """The augmented image of a visit: a pure function of the index and the seed."""
     rng = random.Random(seed)
     rng.random()  # by which captions once were drawn: crops, and tables of their features, stay the same
-    content = source.image_bytes(index)
-    with naming(source, index):
-        return transform(content, rng)
+    return pixels_of_sample(source, index, transform, rng)
 
 
 @contextlib.contextmanager

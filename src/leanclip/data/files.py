@@ -50,19 +50,7 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-def is_file(path: str | Path) -> bool:
-    return stat.S_ISREG(_mode(path))
-
-
-def is_folder(path: str | Path) -> bool:
-    return stat.S_ISDIR(_mode(path))
-
-
-def _mode(path: str | Path) -> int:
-    """0 if there is no such file, or if its name is too long for one."""
-    with contextlib.suppress(OSError, ValueError):
-        return Path(path).stat().st_mode
-    return 0
+is_file, is_folder = os.path.isfile, os.path.isdir  # of a name that is too long for one: False
 
 
 def _is_http(path: str) -> bool:

@@ -1,8 +1,7 @@
 """Batches for training and for evaluation."""
 
 import contextlib
-import hashlib
-import math
+import functools
 import multiprocessing
 import os
 import signal
@@ -11,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,24 +19,16 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
 from leanclip.data.batch import Batch
-from leanclip.data.crops.parts import CropParts
-from leanclip.data.crops.ring import PART, CropRing, RingReader, SlotWriter
-from leanclip.data.decode import (
-    NO_FEATURES,
-    FeatureRows,
-    Features,
-    TrainingTransform,
-    Transform,
-    naming,
-    view_of_sample,
-)
+from leanclip.data.crops.ring import PART, CropParts, CropRing, RingReader, SlotWriter
+from leanclip.data.decode import TrainingTransform, Transform, pixels_of_sample, view_of_sample
+from leanclip.data.feature_table import NO_FEATURES, Features, FeatureTable
 from leanclip.data.order import Order, Shuffle, Visits, WeightedVisits, caption_draws, sample_seed
-from leanclip.data.source import MAX_EXAMPLES, BrokenSample, Source
+from leanclip.data.source import MAX_EXAMPLES, BrokenSample, Source, group_of, weight_of
 from leanclip.errors import UserError, first_line
 
 PREFETCH_BATCHES = 2  # per worker
 PARENT_POLL_SECONDS = 1.0
-LARGEST_WEIGHT = 1e6  # of a pair; a sum over the largest batch stays exact enough
+T = TypeVar("T")
 
 
 class TrainingLoader:
@@ -144,25 +135,6 @@ class _Loader(DataLoader):
         pass
 
 
-def group_of(source: Source, index: int, key: str) -> int:
-    """A number for the sample's group, the same on every machine."""
-    value = source.field(index, key)
-    if not isinstance(value, str | int | float) or value == "":
-        raise BrokenSample("field", f"{key!r} of sample {source.name(index)} is {value!r}, not a name or a number")
-    return int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=8).digest(), "big", signed=True)
-
-
-def weight_of(source: Source, index: int, key: str) -> float:
-    value = source.field(index, key)
-    try:
-        weight = float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError, OverflowError):
-        weight = math.nan
-    if not 0 <= weight <= LARGEST_WEIGHT:
-        raise BrokenSample("field", f"{key!r} of sample {source.name(index)} is {value!r}, not a weight of 0 or more")
-    return weight
-
-
 @dataclass(frozen=True)
 class _TrainingBatches(Dataset):
     """Maps (epoch, step) to this process's share of the global batch; with a ring (epoch, step, part, slot) to a part
@@ -183,17 +155,14 @@ class _TrainingBatches(Dataset):
     ring: CropRing | None
     slot: int = 0
 
-    def __getitem__(self, key: tuple[int, ...]) -> Batch | UserError:
+    def __getitem__(self, key: tuple[int, ...]) -> Batch:
         epoch, step, *place = key
-        data = self if self.ring is None else self._part(*place)
-        try:
-            return data.batches(epoch, range(step, step + 1))[0]
-        except UserError as error:
-            return error  # raised in a worker, it would arrive with a traceback
-
-    def _part(self, part: int, slot: int) -> "_TrainingBatches":
-        places = range(self.order.batch)[self.share][part * PART : (part + 1) * PART]
-        return replace(self, share=slice(places.start, places.stop), slot=slot)
+        data = self
+        if self.ring is not None:
+            part, slot = place
+            places = range(self.order.batch)[self.share][part * PART : (part + 1) * PART]
+            data = replace(self, share=slice(places.start, places.stop), slot=slot)
+        return data.batches(epoch, range(step, step + 1))[0]
 
     @property
     def only_tables(self) -> bool:
@@ -220,7 +189,7 @@ class _TrainingBatches(Dataset):
             drawn = texts.drawn(self._owners(ids), draws)
             text_rows = by_step(texts.take(drawn))
             if self.number_captions:
-                numbers = by_step(torch.from_numpy(drawn - texts.starts(self._owners(ids))))
+                numbers = by_step(torch.from_numpy(drawn - texts.first[self._owners(ids)]))
         rows = zip(read, by_step(torch.from_numpy(ids)), image_rows, text_rows, numbers, strict=True)
         return [self._batch(*step) for step in rows]
 
@@ -229,8 +198,10 @@ class _TrainingBatches(Dataset):
         numbers: Tensor | None,
     ) -> Batch:  # fmt: skip
         lengths = None
-        if images is None:
-            images = read.joined_images()
+        if images is None and isinstance(read.images, SlotWriter):
+            images = torch.tensor(read.images.layout, dtype=torch.int64)
+        elif images is None:
+            images = stacked(read.images)
         if tokens is None:
             tokens = self.tokenizer(read.captions) if read.captions else torch.empty(0, dtype=torch.int64)
             lengths = self.end_of_text(tokens) if read.captions and self.end_of_text is not None else None
@@ -313,54 +284,14 @@ class _Contents:
     broken: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
-    def joined_images(self) -> Tensor:
-        if isinstance(self.images, SlotWriter):
-            return torch.tensor(self.images.layout, dtype=torch.int64)
-        return torch.stack(self.images) if self.images else torch.empty(0, dtype=torch.uint8)
 
-
-@dataclass(frozen=True)
-class EvaluationBatch:
+class EvaluationBatch(NamedTuple):
     """Held-out samples with all their captions, and the samples that could not be read."""
 
     ids: list[int]
     images: Tensor  # (b, 3, H, W) uint8, or (b, D) features of a locked tower
     captions: list[list[str]]
     broken: list[BrokenSample]
-
-
-@dataclass(frozen=True)
-class _EvaluationBatches(Dataset):
-    source: Source
-    ids: np.ndarray
-    transform: Transform
-    features: FeatureRows | None
-    batch: int
-
-    def __len__(self) -> int:
-        return -(-len(self.ids) // self.batch)
-
-    def __getitem__(self, number: int) -> EvaluationBatch | UserError:
-        ids, images, captions, broken = [], [], [], []
-        for index in self.ids[number * self.batch : (number + 1) * self.batch].tolist():
-            try:
-                sample_captions = self.source.captions(index)
-                images.append(self._image(index))
-            except BrokenSample as error:
-                broken.append(error)
-            except UserError as error:
-                return error
-            else:
-                ids.append(index)
-                captions.append(sample_captions)
-        return EvaluationBatch(ids, torch.stack(images) if images else torch.empty(0), captions, broken)
-
-    def _image(self, index: int) -> Tensor:
-        if self.features is not None:
-            return torch.from_numpy(self.features.rows(index)[0].astype(np.float32))  # autocast stacks no float16
-        content = self.source.image_bytes(index)
-        with naming(self.source, index):
-            return self.transform(content, None)
 
 
 def evaluation_batches(
@@ -370,16 +301,61 @@ def evaluation_batches(
     *,
     batch: int,
     workers: int,
-    features: FeatureRows | None = None,
+    features: FeatureTable | None = None,
 ) -> Iterator[EvaluationBatch]:
     """The samples in order, preprocessed as for inference, or with the features of their images."""
-    data = _EvaluationBatches(source, ids, transform, features, batch)
-    yield from in_order(data, workers=workers)
+    read = functools.partial(_evaluation_batch, source, transform, features)
+    return in_parts(read, ids, batch, workers=workers)
 
 
-def in_order(data: Dataset, *, workers: int, pin_memory: bool = False) -> Iterator[Any]:
-    """The items of a data set of ready batches, loaded by worker processes. One that is a UserError is raised."""
-    yield from _raise_errors(_data_loader(data, workers=workers, pin_memory=pin_memory))
+def _evaluation_batch(
+    source: Source, transform: Transform, features: FeatureTable | None, ids: list[int]
+) -> EvaluationBatch:
+    def read(index: int) -> tuple[list[str], Tensor]:
+        captions = source.captions(index)
+        if features is not None:  # autocast stacks no float16
+            return captions, torch.from_numpy(features.rows(index)[0].astype(np.float32))
+        return captions, pixels_of_sample(source, index, transform)
+
+    samples, broken = read_each(read, ids)
+    images = stacked(image for _, image in samples.values())
+    return EvaluationBatch(list(samples), images, [captions for captions, _ in samples.values()], [*broken.values()])
+
+
+def read_each(read: Callable[[int], T], ids: Iterable[int]) -> tuple[dict[int, T], dict[int, BrokenSample]]:
+    """What `read` gives of every sample, and the samples that are broken."""
+    values, broken = {}, {}
+    for index in ids:
+        try:
+            values[index] = read(index)
+        except BrokenSample as error:
+            broken[index] = error
+    return values, broken
+
+
+def stacked(images: Iterable[Tensor]) -> Tensor:
+    parts = list(images)
+    return torch.stack(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Parts(Dataset):
+    function: Callable[[list[int]], Any]
+    ids: np.ndarray
+    size: int
+
+    def __len__(self) -> int:
+        return -(-len(self.ids) // self.size)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.function(self.ids[number * self.size : (number + 1) * self.size].tolist())
+
+
+def in_parts(
+    function: Callable[[list[int]], T], ids: np.ndarray, size: int, *, workers: int, pin_memory: bool = False
+) -> Iterator[T]:
+    """`function` of so many ids at a time, in their order, computed by worker processes."""
+    yield from _raise_errors(_data_loader(_Parts(function, ids, size), workers=workers, pin_memory=pin_memory))
 
 
 @contextlib.contextmanager
@@ -404,10 +380,26 @@ def _raise_errors(batches: Iterable[Any]) -> Iterator[Any]:
             yield batch
 
 
+@dataclass(frozen=True)
+class _ReturningErrors(Dataset):
+    """Whole batches, or the UserError of reading one: raised in a worker, it would arrive with a traceback."""
+
+    data: Dataset
+
+    def __len__(self) -> int:
+        return len(self.data)  # pyright: ignore[reportArgumentType]
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self.data[key]
+        except UserError as error:
+            return error
+
+
 def _data_loader(data: Dataset, *, workers: int, **options: Any) -> DataLoader:
     """torch's loader over a data set whose items are whole batches."""
     return _Loader(
-        data,
+        _ReturningErrors(data),
         batch_size=None,
         num_workers=workers,
         prefetch_factor=PREFETCH_BATCHES if workers else None,

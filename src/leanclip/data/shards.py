@@ -151,11 +151,19 @@ class Shards(Source):
         return content
 
     def captions(self, index: int) -> list[str]:
-        """The captions in the .json under the caption key, else the .txt."""
-        return self._captions(index)[0]
+        return self.weighted_captions(index)[0]
 
     def weighted_captions(self, index: int) -> tuple[list[str], list[float] | None]:
-        return self._captions(index)
+        """Those in the .json under the caption key, else the .txt."""
+        row = self._locate(index)[1]
+        if row[JSON] and (captions := self._json_captions(index)):
+            return captions
+        if not row[TXT]:
+            raise BrokenSample("no caption", f"sample {self.name(index)} has no .txt, and no captions in its .json")
+        try:
+            return clean_captions([self._read(index, TXT).decode("utf-8")], f"sample {self.name(index)}"), None
+        except UnicodeDecodeError as error:
+            raise BrokenSample("encoding", f"the caption of sample {self.name(index)} is not UTF-8") from error
 
     def field(self, index: int, key: str) -> object:
         return self._json(index).get(key) if self._locate(index)[1][JSON] else None
@@ -179,18 +187,6 @@ class Shards(Source):
 
     def name(self, index: int) -> str:
         return f"{self.key(index)} of {self._locate(index)[0].path}"
-
-    def _captions(self, index: int) -> tuple[list[str], list[float] | None]:
-        """All captions and their weights, if they have any."""
-        row = self._locate(index)[1]
-        if row[JSON] and (captions := self._json_captions(index)):
-            return captions
-        if not row[TXT]:
-            raise BrokenSample("no caption", f"sample {self.name(index)} has no .txt, and no captions in its .json")
-        try:
-            return clean_captions([self._read(index, TXT).decode("utf-8")], f"sample {self.name(index)}"), None
-        except UnicodeDecodeError as error:
-            raise BrokenSample("encoding", f"the caption of sample {self.name(index)} is not UTF-8") from error
 
     def _json(self, index: int) -> dict[str, Any]:
         try:

@@ -1,6 +1,7 @@
 """The interface between a data set and the loader, broken samples, and what sources of the user's own files share."""
 
 import contextlib
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ Manifest = list[dict[str, str | int]]  # the files that fix the sample ids of a 
 MANIFEST_VERSION = 2
 MIN_COUNTED_SAMPLES = 1000  # the broken share is taken of at least this many, so that one early sample stops nothing
 MAX_FIELDS, MAX_FIELD_CHARACTERS = 64, 1000  # of metadata that packed data keep
+LARGEST_WEIGHT = 1e6  # of a pair; a sum over the largest batch stays exact enough
 LOOKED_AT = 20  # samples, to see whether data have several captions per image
 MAX_EXAMPLES = 3  # messages kept for each count of broken samples
 
@@ -144,6 +146,25 @@ class Source(Protocol):
         """What the first entry of the manifest adds."""
         values = {"version": self.version, "held_out": self.held_out, "excluded": self.excluded}
         return {name: value for name, value in values.items() if value is not None}
+
+
+def group_of(source: Source, index: int, key: str) -> int:
+    """A number for the sample's group, the same on every machine."""
+    value = source.field(index, key)
+    if not isinstance(value, str | int | float) or value == "":
+        raise BrokenSample("field", f"{key!r} of sample {source.name(index)} is {value!r}, not a name or a number")
+    return int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def weight_of(source: Source, index: int, key: str) -> float:
+    value = source.field(index, key)
+    try:
+        weight = float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, OverflowError):
+        weight = math.nan
+    if not 0 <= weight <= LARGEST_WEIGHT:
+        raise BrokenSample("field", f"{key!r} of sample {source.name(index)} is {value!r}, not a weight of 0 or more")
+    return weight
 
 
 def pick(count: int, weights: Sequence[float] | None, draw: float) -> int:

@@ -18,8 +18,15 @@ from leanclip.distributed.launch import (
     process_group,
     start_time,
 )
-from leanclip.distributed.ranks import PendingGather, Ranks, gloo_group
-from leanclip.distributed.traffic import TRAFFIC_COUNTER, Traffic, TrafficCounter, compare_traffic
+from leanclip.distributed.ranks import (
+    TRAFFIC_COUNTER,
+    PendingGather,
+    Ranks,
+    Traffic,
+    TrafficCounter,
+    compare_traffic,
+    gloo_group,
+)
 
 __all__ = [
     "LOST_RANK_EXIT",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from leanclip.data import EvaluationTransform, Source, Subset, evaluation_batches
-from leanclip.data.decode import NO_FEATURES, FeatureRows, Features
+from leanclip.data.feature_table import NO_FEATURES, Features, FeatureTable
 from leanclip.data.loader import EvaluationBatch
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
@@ -124,7 +124,7 @@ def embedded_batches(
     ids: np.ndarray,
     settings: EvaluationSettings,
     title: str,
-    features: FeatureRows | None = None,
+    features: FeatureTable | None = None,
 ) -> Iterator[tuple[EvaluationBatch, Tensor]]:
     """Batches with the embeddings of their images, of this rank's ids."""
     ranks, transform = Ranks.current(), EvaluationTransform(model.preprocess)
@@ -171,7 +171,7 @@ def embed_texts(
     return gathered[torch.tensor([numbers[text] for text in texts], device=settings.device)]
 
 
-def _stored_texts(features: FeatureRows, captions: Mapping[int, Sequence[str]]) -> dict[str, np.ndarray]:
+def _stored_texts(features: FeatureTable, captions: Mapping[int, Sequence[str]]) -> dict[str, np.ndarray]:
     stored: dict[str, np.ndarray] = {}
     for index, texts in captions.items():
         for text, row in zip(texts, features.rows(index), strict=True):

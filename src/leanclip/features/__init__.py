@@ -1,1 +1,1 @@
-"""Features of samples by id, in mapped tables; locked towers fill them once."""
+"""Locked towers run once: the features of every sample."""

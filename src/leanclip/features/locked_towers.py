@@ -8,22 +8,24 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from leanclip.data import BrokenSample, Source
-from leanclip.data.decode import Features, Transform
+from leanclip.data.decode import Transform, view_of_sample
+from leanclip.data.feature_table import Features, FeatureTable, copy_to_gpu
+from leanclip.data.loader import in_parts, read_each, stacked
+from leanclip.data.order import sample_seed
 from leanclip.data.shards import Shards
 from leanclip.data.source import Packable
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
-from leanclip.features.table import FeatureTable, copy_to_gpu
-from leanclip.features.views import view_batches
 from leanclip.filesystem import cache_directory, parse_json
 from leanclip.models import TwoTower
 from leanclip.models.towers.projection import Projection
@@ -32,7 +34,7 @@ from leanclip.progress import ACTIVITY, progress_bar
 FORMAT = 2
 CHOICES = ("held_out", "excluded")  # of ids, in a manifest
 VIEW_SEED = 0  # of the augmented views: runs that differ in their seed share the tables
-IMAGES_PER_PASS, CAPTIONS_PER_PASS = 256, 1024
+IMAGES_PER_PASS, SAMPLES_PER_PASS = 256, 1024  # the latter: whose captions are sorted by length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,29 +196,48 @@ class LockedTowers:
                 yield len(batch.ids) + len(batch.broken)
 
     def _fill_texts(self, table: FeatureTable, ids: np.ndarray) -> Iterator[int]:
-        good: list[int] = []
-        captions: list[str] = []
-        for number, index in enumerate(ids.tolist(), 1):
-            try:
-                captions += self.source.captions(index)
-                good.append(index)
-            except BrokenSample as error:
+        model = self.model
+        for start in range(0, len(ids), SAMPLES_PER_PASS):
+            captions, broken = read_each(self.source.captions, ids[start : start + SAMPLES_PER_PASS].tolist())
+            if captions:
+                texts = [text for several in captions.values() for text in several]
+                rows = by_length(texts, IMAGES_PER_PASS, lambda part: model.text_features(model.tokenizer(part)))
+                table.write(list(captions), _stored(rows))
+            for index, error in broken.items():
                 table.mark_broken(index, error.kind, str(error))
-            if len(captions) >= CAPTIONS_PER_PASS or number == len(ids):
-                if good:
-                    table.write(good, self._text_rows(captions))
-                yield len(good)
-                good, captions = [], []
+            yield len(captions) + len(broken)
 
-    def _text_rows(self, captions: list[str]) -> np.ndarray:
-        """Captions of similar length go together, so that little padding is computed."""
-        order = sorted(range(len(captions)), key=lambda number: len(captions[number]))
-        rows: dict[int, np.ndarray] = {}
-        for start in range(0, len(order), IMAGES_PER_PASS):
-            numbers = order[start : start + IMAGES_PER_PASS]
-            tokens = self.model.tokenizer([captions[number] for number in numbers])
-            rows.update(zip(numbers, _stored(self.model.text_features(tokens)), strict=True))
-        return np.stack([rows[number] for number in range(len(captions))])
+
+def by_length(texts: list[str], batch: int, encode: Callable[[list[str]], Tensor]) -> Tensor:
+    """A row for each text. Texts of similar length go together, so that little padding is computed."""
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number]))
+    parts = [encode([texts[number] for number in order[at : at + batch]]) for at in range(0, len(order), batch)]
+    rows = torch.cat(parts)
+    return rows[torch.tensor(order).argsort().to(rows.device)]
+
+
+class ViewBatch(NamedTuple):
+    """Samples with several views each, one sample after the other, and those that could not be read."""
+
+    ids: list[int]
+    images: Tensor  # (views * b, 3, H, W) uint8
+    broken: dict[int, BrokenSample]
+
+
+def view_batches(
+    source: Source, ids: np.ndarray, transform: Transform, *, views: int, seed: int, batch: int, workers: int
+) -> Iterator[ViewBatch]:
+    """Each sample's augmented images of the first `views` epochs of a run with this seed."""
+    return in_parts(partial(_view_batch, source, transform, views, seed), ids, batch, workers=workers)
+
+
+def _view_batch(source: Source, transform: Transform, views: int, seed: int, ids: list[int]) -> ViewBatch:
+    def read(index: int) -> list[Tensor]:
+        seeds = [sample_seed(seed, view, index) for view in range(views)]
+        return [view_of_sample(source, index, transform, seed=number) for number in seeds]
+
+    samples, broken = read_each(read, ids)
+    return ViewBatch(list(samples), stacked(image for images in samples.values() for image in images), broken)
 
 
 def table_sizes(image: int | None, text: int | None, *, samples: int, views: int) -> str:

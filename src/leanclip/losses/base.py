@@ -1,20 +1,21 @@
 """The interface of all losses: the calls that a training loop makes, and what they return."""
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from leanclip.distributed import PendingGather, Ranks
 from leanclip.errors import ArgumentError
-from leanclip.losses.custom_gradient import without_autocast
 from leanclip.losses.pair_weights import PairWeights
 from leanclip.losses.sample_state import SampleState
-from leanclip.ops import Pairs, accumulator_dtype
+from leanclip.ops import Gradients, Implementation, Pairs, accumulator_dtype, scalar_kernels
 
 Metric = Tensor | float | str | Callable[[], Tensor]
 SMALLEST_MEAN_WEIGHT = 1e-6  # of a batch: one whose pairs all have weight 0 teaches nothing, instead of NaN
@@ -190,6 +191,14 @@ class ContrastiveLoss(nn.Module):
         image = in_step_precision(image_features.detach())
         self._early = image_features, ranks.start_gather(image, batch, purpose="embeddings")
 
+    def scalar_kernels(self, engine: Implementation, local: Local, tensors: Sequence[Tensor]) -> Any:
+        """The engine's kernels for all scalars of a call with these tensors of the loss; None where it has none, or
+        the call needs more."""
+        if self.pair_weights is not None or not local.plain:
+            return None
+        fit = all(tensor.dtype == torch.float32 and tensor.device == local.image.device for tensor in tensors)
+        return scalar_kernels(engine) if fit else None
+
     def compute(self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None) -> LossOutput:
         """The loss itself, on embeddings of one precision."""
         raise NotImplementedError
@@ -292,3 +301,62 @@ def in_step_precision(features: Tensor) -> Tensor:
     if torch.is_autocast_enabled(device) and features.dtype != torch.float64:
         return features.to(torch.get_autocast_dtype(device))
     return features
+
+
+Pull = Callable[..., Gradients]
+DENSE = torch.contiguous_format
+
+
+def attach_gradients(
+    value: Tensor,
+    image: Tensor,
+    text: Tensor,
+    pull: Pull,
+    saved: Sequence[Tensor],
+    slopes: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """`value` with gradients: those of `pull` for the embeddings, and for each parameter its slope.
+
+    `pull(image, text, *saved, needs=...)` runs in the backward pass, so that evaluation does not compute them.
+    """
+    kept = (*(slope for _, slope in slopes), *saved)  # in a tuple, because torch inspects every positional argument
+    result = _AttachGradients.apply(image, text, value, pull, kept, *(parameter for parameter, _ in slopes))
+    assert isinstance(result, Tensor)
+    return result
+
+
+class _AttachGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        image: Tensor,
+        text: Tensor,
+        value: Tensor,
+        pull: Pull,
+        kept: tuple[Tensor, ...],
+        *parameters: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(image, text, *kept)
+        ctx.pull, ctx.num_parameters = pull, len(parameters)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grad_outputs
+        image, text, *rest = ctx.saved_tensors
+        slopes, saved = rest[: ctx.num_parameters], rest[ctx.num_parameters :]
+        with without_autocast(image.device.type):
+            gradients = ctx.pull(image, text, *saved, needs=ctx.needs_input_grad[:2])
+        # Multiplied before it is rounded to the embeddings' dtype, and without a copy in between.
+        scaled = (
+            None if gradient is None else torch.mul(gradient, grad, out=torch.empty_like(side, memory_format=DENSE))
+            for gradient, side in zip(gradients, (image, text), strict=True)
+        )
+        return (*scaled, None, None, None, *(slope * grad for slope in slopes))
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()

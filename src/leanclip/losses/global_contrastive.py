@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from leanclip import ops
-from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metric, Metrics
-from leanclip.losses.custom_gradient import attach_gradients
+from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metric, Metrics, attach_gradients
 from leanclip.losses.device_scalars import DeviceScalars
 from leanclip.losses.normalizer import Normalizer
 from leanclip.losses.objective import Anchors
@@ -88,7 +87,7 @@ class GlobalContrastiveLoss(ContrastiveLoss):
     def compute(self, local: Local, sample_ids: Tensor | None, text_ids: Tensor | None) -> LossOutput:
         image, text = local.image, local.text
         implementation, engine = ops.implementation(self.implementation, image)
-        if (kernels := self._scalar_kernels(engine, local, text_ids)) is not None:
+        if (kernels := self._kernels(engine, local, text_ids)) is not None:
             return self._compute_by_kernels(implementation, engine, kernels, local, sample_ids)
         ids = self.gather_ids(sample_ids, text_ids, local)
 
@@ -126,19 +125,16 @@ class GlobalContrastiveLoss(ContrastiveLoss):
         gamma = None if self.inner_rate is None else self.shares.value[1].clone()
         return LossOutput(loss=loss, metrics=self._metrics(lambda: anchors, gamma, implementation))
 
-    def _scalar_kernels(self, engine: ops.Implementation, local: Local, text_ids: Tensor | None) -> Any:
-        """The engine's kernels for all scalars of such a call; None where it has none, or the call needs more."""
-        kernels, rule = ops.scalar_kernels(engine), self.temperature_rule
-        if kernels is None or self.form is None or self.pair_weights is not None or not local.plain:
+    def _kernels(self, engine: ops.Implementation, local: Local, text_ids: Tensor | None) -> Any:
+        """Those for a loss with one temperature, and one id for each pair."""
+        rule = self.temperature_rule
+        if self.form is None or (self.state is not None and text_ids is not None):
             return None
         assert not isinstance(rule, IndividualTemperature)
         tensors = [rule.log_inv_tau if isinstance(rule, GlobalTemperature) else rule.tau]
-        if self.state is not None:
-            if text_ids is not None:
-                return None
+        if self.state is not None and "log_u_image" in self.state.initial:
             tensors.append(self.state.get_buffer("log_u_image"))
-        fit = all(tensor.dtype == torch.float32 and tensor.device == local.image.device for tensor in tensors)
-        return kernels if fit else None
+        return self.scalar_kernels(engine, local, tensors)
 
     def _compute_by_kernels(
         self, implementation: str, engine: ops.Implementation, kernels: Any, local: Local, sample_ids: Tensor | None

@@ -147,11 +147,15 @@ def loss_from_config(
             f"tau is {hyper.tau}; it must lie between tau_min {hyper.tau_min} and tau_max {hyper.tau_max}",
             code="loss.bad_value",
         )
-    learns = _learns(pair_weights)
+    if pair_weights not in get_args(Mode):
+        raise ArgumentError(
+            f"pair_weights is {pair_weights!r}; give one of {', '.join(get_args(Mode))}", code="loss.bad_value"
+        )
     if captions_per_sample < 1:
         raise ArgumentError(
             f"captions_per_sample is {captions_per_sample}; it must be at least 1", code="loss.bad_value"
         )
+    learns = pair_weights != "off"
     keeps_state = spec.running or learns
     if keeps_state and num_samples is None:
         raise ArgumentError(
@@ -196,14 +200,6 @@ def loss_from_config(
         lr_tau=hyper.lr_tau,
         follows_schedule=spec.temperature != "robust",
     )
-
-
-def _learns(mode: Mode) -> bool:
-    if mode not in get_args(Mode):
-        raise ArgumentError(
-            f"pair_weights is {mode!r}; give one of {', '.join(get_args(Mode))}", code="loss.bad_value"
-        )
-    return mode != "off"
 
 
 def _temperature(spec: Spec, hyper: LossConfig, tau: float) -> Rule:

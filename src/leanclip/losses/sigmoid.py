@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from leanclip import ops
-from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metric, Metrics
-from leanclip.losses.custom_gradient import attach_gradients
+from leanclip.losses.base import ContrastiveLoss, Local, LossOutput, Metric, Metrics, attach_gradients
 from leanclip.losses.pair_weights import TABLES, PairWeights, never_scored
 from leanclip.losses.sample_state import Ids, SampleState
 from leanclip.losses.similarities import Similarities
@@ -55,7 +54,7 @@ class SigmoidLoss(ContrastiveLoss):
         ids = self.gather_ids(sample_ids, text_ids, local)
         needs = (image.requires_grad and torch.is_grad_enabled(), text.requires_grad and torch.is_grad_enabled())
         with torch.no_grad():
-            kernels = self._scalar_kernels(engine, local)
+            kernels = self.scalar_kernels(engine, local, (self.temperature_rule.log_inv_tau, self.bias))
             if kernels is None:
                 value, gradients, slopes, metrics = self._compute_in_steps(engine, local, ids, needs)
             else:
@@ -73,14 +72,6 @@ class SigmoidLoss(ContrastiveLoss):
         if self.pair_weights is not None:
             metrics |= self.pair_weights.metrics()
         return LossOutput(loss=loss, metrics=Metrics(metrics))
-
-    def _scalar_kernels(self, engine: ops.Implementation, local: Local) -> Any:
-        """The engine's kernels for the scalars of such a call; None where it has none, or the call needs more."""
-        if self.pair_weights is not None or not local.plain:
-            return None
-        parameters = self.temperature_rule.log_inv_tau, self.bias
-        fit = all(value.dtype == torch.float32 and value.device == local.image.device for value in parameters)
-        return ops.scalar_kernels(engine) if fit else None
 
     def _compute_by_kernels(
         self, engine: ops.Implementation, kernels: Any, local: Local, needs: ops.Needs

@@ -14,10 +14,9 @@ from leanclip.models.tokenizer import with_cache
 from leanclip.models.towers.compose import compose
 from leanclip.models.towers.layers import Side
 from leanclip.models.towers.sizes import check_preprocessing, check_sizes
-from leanclip.models.towers.tower_weights import load_tower
 from leanclip.models.two_tower import TwoTower
 from leanclip.models.untrusted import without_code
-from leanclip.models.weights import config_of_file, load_weights, pretrained_weights, saved_preprocessing
+from leanclip.models.weights import config_of_file, load_tower, load_weights, pretrained_weights, saved_preprocessing
 
 
 def create_model(

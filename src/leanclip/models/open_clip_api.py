@@ -129,11 +129,16 @@ def read_object(path: Path) -> dict[str, Any]:
 def exported_config(path: Path) -> Any:
     """What `leanclip export` writes into the header of a file; None in the weights of others."""
     try:
-        with safe_open(path, "pt") as file:
-            header = (file.metadata() or {}).get(HEADER_KEY)
+        header = header_of(path, HEADER_KEY)
         return None if header is None else parse_json(header)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"cannot read {path} ({first_line(error)})", code="weights.damaged") from error
+
+
+def header_of(path: Path, key: str) -> str | None:
+    """An entry in the header of a .safetensors file."""
+    with safe_open(path, "pt") as file:
+        return (file.metadata() or {}).get(key)
 
 
 def bad_config(path: Path, reason: str) -> UserError:

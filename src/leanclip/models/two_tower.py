@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from leanclip.errors import UserError
-from leanclip.models.blocks import Block, adopt_blocks
 from leanclip.models.kernel_barriers import add_kernel_barriers
 from leanclip.models.open_clip_api import PreprocessCfg, VisionTransformer, image_transform_v2
 from leanclip.models.saved import CONFIG_FILE
@@ -41,7 +40,7 @@ from leanclip.models.towers.layers import (
 )
 from leanclip.models.towers.lora import add_adapters
 from leanclip.models.towers.projection import Projection
-from leanclip.models.transformer_towers import embed_images, embed_texts, normalised
+from leanclip.models.transformer_towers import Block, adopt_blocks, embed_images, embed_texts, normalised
 
 PLACES = {"hf_model_name", "hf_tokenizer_name", "hf_model_pretrained", "timm_model_pretrained"}
 PROJECTIONS = {"hf_proj_type", "timm_proj", "proj_type"}
@@ -206,14 +205,8 @@ class TwoTower(nn.Module):
         special = {*getattr(self.tokenizer, "all_special_ids", ()), 0}
         return self.tokenizer.decode([t for t in tokens.tolist() if t not in special]).strip()  # pyright: ignore[reportFunctionMemberAccess]
 
-    def lock_image(self, unlocked_groups: int = 0) -> None:
-        """Freeze the trunk of the image tower except its last groups: parameters, batch-norm statistics, dropout."""
-        self._lock("image", unlocked_groups)
-
-    def lock_text(self, unlocked_layers: int = 0) -> None:
-        self._lock("text", unlocked_layers)
-
-    def _lock(self, side: Side, unlocked: int) -> None:
+    def lock(self, side: Side, unlocked: int = 0) -> None:
+        """Freeze the trunk of a tower except its last layers: parameters, batch-norm statistics, dropout."""
         tower = self.config["vision_cfg" if side == "image" else "text_cfg"]
         lock(self.clip, side, unlocked_of_trunk(tower, unlocked))
         self.locked.append(side)

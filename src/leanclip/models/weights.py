@@ -1,14 +1,15 @@
-"""Weights of open_clip models: which file --pretrained names, and how it is loaded."""
+"""Weights of models and of single towers: which file --pretrained names, and how it is loaded."""
 
 import difflib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leanclip.errors import UserError
 from leanclip.models.config import ModelConfig
@@ -23,12 +24,20 @@ from leanclip.models.open_clip_api import (
     open_clip,
     reach_hub,
     read_object,
+    timm_settings,
 )
 from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE, find_weights
+from leanclip.models.towers.layers import PROJECTION, Side
 from leanclip.models.untrusted import check_weights
 
 PREPROCESS_FIELDS = {field.name for field in fields(PreprocessCfg)}
 SHOWN = 3  # parameters in a message
+FILES = (
+    WEIGHTS_FILE,
+    "model.safetensors",
+    "open_clip_pytorch_model.bin",
+    "pytorch_model.bin",
+)  # of a tower, in a directory
 
 
 def pretrained_weights(config: ModelConfig) -> tuple[Path | None, dict[str, Any]]:
@@ -172,3 +181,88 @@ def with_temperature(weights: dict[str, Tensor], tau: Tensor, bias: Tensor | Non
     if "logit_bias" in weights:
         filled["logit_bias"] = (torch.zeros(()) if bias is None else bias).to(scale.dtype).expand_as(scale).clone()
     return weights | filled
+
+
+def load_tower(clip: Any, side: Side, source: str) -> bool:
+    """Load weights into the trunk of a tower, and into its projection where the file has one; True if it has none."""
+    path = _tower_file(source)
+    check_weights(path)
+    content: Any = open_clip.factory.load_state_dict(str(path), weights_only=True)
+    weights: dict[str, Tensor] = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+    tower = clip.visual if side == "image" else clip.text
+    prefix = "visual." if side == "image" else "text."
+    if any(name.startswith("visual.") for name in weights):  # a whole CLIP model
+        if side == "text" and not any(name.startswith("text.") for name in weights):  # one without a text module
+            weights = {f"text.{name}": value for name, value in weights.items() if not name.startswith("visual.")}
+        target, weights = tower, {n.removeprefix(prefix): v for n, v in weights.items() if n.startswith(prefix)}
+        weights = {name: value for name, value in weights.items() if not name.startswith("logit_")}
+        optional = {name for name, _ in tower.named_parameters() if PROJECTION.match(prefix + name)}
+    elif side == "image" and hasattr(tower, "trunk"):
+        target, weights, optional = tower.trunk, _timm(tower.trunk, weights), set()
+    elif side == "text" and hasattr(tower, "pooler"):
+        target, weights, optional = tower.transformer, _hugging_face(tower.transformer, weights), set()
+    else:
+        target, optional = tower, {name for name, _ in tower.named_parameters() if PROJECTION.match(prefix + name)}
+    _check_tower(target, weights, optional, path, side)
+    target.load_state_dict(weights, strict=False)
+    return target is not tower or not optional <= weights.keys()
+
+
+def _tower_file(source: str) -> Path:
+    """A file, a directory with one, `timm:NAME`, or a model on the hub."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        file = next((path / name for name in FILES if (path / name).is_file()), None)
+        if file is None:
+            raise UserError(f"no weights in {path}: expected one of {', '.join(FILES)}", code="weights.not_found")
+        return file
+    if path.is_file():
+        return path
+    if source.startswith("timm:"):
+        hub = timm_settings(source.removeprefix("timm:")).get("hf_hub_id")
+        if not hub:
+            raise UserError(f"timm has no weights of {source}", code="weights.not_found")
+        return hub_file(hub, "model.safetensors")
+    if source.startswith(HUB) or source.count("/") == 1:
+        return hub_file(source, "model.safetensors")
+    raise UserError(
+        f"no such weights: {source}; give a file, a directory, timm:NAME or hf-hub:ORG/NAME", code="weights.not_found"
+    )
+
+
+def _timm(trunk: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the classifier; timm's own filter resizes position embeddings."""
+    settings: Mapping[str, Any] = getattr(trunk, "pretrained_cfg", {})
+    classifier = settings.get("classifier") or ()
+    names = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+    prefixes = tuple(f"{name}." for name in names)
+    convert = getattr(sys.modules[type(trunk).__module__], "checkpoint_filter_fn", None)
+    if convert is not None:
+        weights = convert(weights, trunk)
+    return {name: value for name, value in weights.items() if not name.startswith(prefixes)}
+
+
+def _hugging_face(transformer: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the heads of other tasks, and without the name of the model in front."""
+    prefix = f"{transformer.base_model_prefix}."
+    if any(name.startswith(prefix) for name in weights):
+        weights = {name.removeprefix(prefix): v for name, v in weights.items() if name.startswith(prefix)}
+    known = transformer.state_dict()
+    unused = ("pooler.", "embeddings.position_ids")
+    return {name: value for name, value in weights.items() if name in known or not name.startswith(unused)}
+
+
+def _check_tower(target: nn.Module, weights: dict[str, Tensor], optional: set[str], path: Path, side: Side) -> None:
+    """Refuse weights of another architecture, and say which parameters differ."""
+    shapes = {name: tuple(value.shape) for name, value in target.state_dict().items()}
+    differing = [
+        f"{name} is {tuple(weights[name].shape)} in the file and {shape} in the tower"
+        for name, shape in shapes.items()
+        if name in weights and tuple(weights[name].shape) != shape
+    ]
+    differing += [f"{name} is missing" for name in shapes if name not in weights and name not in optional]
+    differing += [f"{name} is not in the tower" for name in weights if name not in shapes]
+    if differing:
+        raise UserError(
+            f"{path} does not hold weights of this {side} tower: {some(differing)}", code="weights.other_model"
+        )

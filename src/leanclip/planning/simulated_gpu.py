@@ -13,7 +13,6 @@ from torch.nn.utils import clip_grad
 
 from leanclip import ops
 from leanclip.distributed import Ranks
-from leanclip.models import blocks
 from leanclip.models import transformer_towers as towers
 from leanclip.ops import Gradients, Needs, Pairs, Pairwise, Sigmoid, Statistics, Terms, attention, blocking, tiled
 from leanclip.planning.compiled_cost import traced_compile
@@ -99,7 +98,6 @@ def simulated(trace: Trace, *, ranks: int, processors: int) -> Iterator[Ranks]:
         return real("tiled" if name == "auto" else name, rows)
 
     replacements = [
-        (blocks, "compiled", traced_compile),
         (towers, "compiled", traced_compile),
         (attention, "uses_kernel", lambda qkv: qkv.dtype in HALF and qkv.shape[-1] in attention.HEAD_SIZES),
         (ops, "implementation", implementation),

@@ -7,22 +7,22 @@ processes, writes the same bytes as one that was not.
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from leanclip.data import BrokenSample, DataConfig, EvaluationTransform, Source
-from leanclip.data.decode import Transform, naming
-from leanclip.data.loader import in_order
+from leanclip.data.decode import Transform, pixels_of_sample
+from leanclip.data.feature_table import BROKEN
+from leanclip.data.loader import in_parts, read_each
 from leanclip.distributed import Ranks
 from leanclip.errors import UserError
 from leanclip.evaluation.embed import MANY_SAMPLES, EvaluationSettings, inference
-from leanclip.features.locked_towers import count_captions, model_digest
-from leanclip.features.table import BROKEN
+from leanclip.features.locked_towers import by_length, count_captions, model_digest
 from leanclip.filesystem import writing
 from leanclip.inference import find_model, find_weights_directory
 from leanclip.models import TwoTower
@@ -159,7 +159,7 @@ class _Block:
     images: Tensor | None = None  # (b, 3, H, W) uint8
     image_ids: list[int] = field(default_factory=list)
     captions: dict[int, list[str]] = field(default_factory=dict)
-    broken: dict[str, dict[int, BrokenSample]] = field(default_factory=lambda: {side: {} for side in SIDES})
+    broken: dict[str, dict[int, BrokenSample]] = field(default_factory=dict)  # by side
 
     def pin_memory(self) -> "_Block":
         if self.images is not None:
@@ -167,46 +167,22 @@ class _Block:
         return self
 
 
-@dataclass(frozen=True)
-class _Blocks(Dataset):
-    source: Source
-    numbers: np.ndarray  # of the blocks
-    transform: Transform
-    sides: list[tuple[str, ...]]  # that each block lacks
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, number: int) -> _Block | UserError:
-        start = int(self.numbers[number]) * BLOCK
-        ids = list(range(start, min(start + BLOCK, len(self.source))))
-        sides = self.sides[number]
-        if "images" in sides:
-            self.source.prefetch(ids)
-        block, pixels = _Block(ids, [self.source.key(index) for index in ids]), {}
-        readers = {"images": (pixels, self._pixels), "captions": (block.captions, self.source.captions)}
-        try:
-            for side in sides:
-                values, read = readers[side]
-                for index in ids:
-                    try:
-                        values[index] = read(index)
-                    except BrokenSample as error:
-                        block.broken[side][index] = self._lasting(error)
-        except UserError as error:
-            return error
+def _read_block(source: Source, transform: Transform, lacking: dict[str, set[int]], numbers: list[int]) -> _Block:
+    (number,) = numbers
+    ids = range(BLOCK * number, min(BLOCK * (number + 1), len(source)))
+    with_images = number in lacking.get("images", ())
+    if with_images:
+        source.prefetch(ids)
+    block = _Block([*ids], [source.key(index) for index in ids])
+    if with_images:
+        pixels, block.broken["images"] = read_each(partial(pixels_of_sample, source, transform=transform), ids)
         block.image_ids, block.images = list(pixels), torch.stack(list(pixels.values())) if pixels else None
-        return block
-
-    def _pixels(self, index: int) -> Tensor:
-        content = self.source.image_bytes(index)
-        with naming(self.source, index):
-            return self.transform(content, None)
-
-    def _lasting(self, error: BrokenSample) -> BrokenSample:
+    if number in lacking.get("captions", ()):
+        block.captions, block.broken["captions"] = read_each(source.captions, ids)
+    for error in (error for broken in block.broken.values() for error in broken.values()):
         if error.kind == "vanished":  # a disk that is away comes back: the sample is not broken
             raise UserError(f"{error}; run the command again to continue", code="embed.vanished")
-        return error
+    return block
 
 
 def _fill(
@@ -214,11 +190,10 @@ def _fill(
 ) -> Iterator[int]:
     """Compute and write blocks. While the device computes one, the one before is written."""
     lacking = {side: set(np.unique(table.missing() // BLOCK).tolist()) for side, table in store.tables.items()}
-    sides = [tuple(side for side in lacking if block in lacking[side]) for block in blocks.tolist()]
-    data = _Blocks(source, blocks, EvaluationTransform(model.preprocess), sides)
+    read = partial(_read_block, source, EvaluationTransform(model.preprocess), lacking)
     workers = settings.workers if store.samples > MANY_SAMPLES else 0
     waiting: tuple[_Block, dict[str, Tensor]] | None = None
-    for block in in_order(data, workers=workers, pin_memory=settings.device.type == "cuda"):
+    for block in in_parts(read, blocks, 1, workers=workers, pin_memory=settings.device.type == "cuda"):
         embeddings = _embed(model, block, settings)
         if waiting is not None:
             yield _write(store, *waiting)
@@ -235,15 +210,8 @@ def _embed(model: TwoTower, block: _Block, settings: EvaluationSettings) -> dict
         embeddings["images"] = torch.cat(parts).half()
     captions = [caption for texts in block.captions.values() for caption in texts]
     if captions:
-        # Captions of similar length go together, so that little padding is computed.
-        order = sorted(range(len(captions)), key=lambda number: (len(captions[number]), number))
-        parts = []
-        for start in range(0, len(order), settings.batch):
-            tokens = model.tokenizer([captions[number] for number in order[start : start + settings.batch]])
-            parts.append(model.encode_text(tokens))
-        rows = torch.cat(parts).half()
-        embeddings["captions"] = torch.empty_like(rows)
-        embeddings["captions"][torch.tensor(order, device=rows.device)] = rows
+        rows = by_length(captions, settings.batch, lambda texts: model.encode_text(model.tokenizer(texts)))
+        embeddings["captions"] = rows.half()
     return embeddings
 
 
@@ -267,7 +235,7 @@ def _write(store: EmbeddingStore, block: _Block, embeddings: dict[str, Tensor]) 
                     code="data.changed",
                 )
             table.write(ids_of[side], rows)
-        for index, error in block.broken[side].items():
+        for index, error in block.broken.get(side, {}).items():
             if table.done[index] != BROKEN:
                 table.mark_broken(index, error.kind, str(error))
     return len(block.ids)

@@ -2,11 +2,11 @@
 
 import io
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,48 +24,41 @@ from leanclip.search.duplicates import PairSearch
 from leanclip.search.embed import config_of, described, place_of
 from leanclip.search.index import LARGEST_EXACT, ExactIndex, LargeIndex, open_index
 from leanclip.search.store import EmbeddingStore, plain
-from leanclip.search.zero_shot import Sorted, sort_into
 
 LONGEST_TEXT, MOST_HITS, MOST_CLASSES, LONGEST_CAPTION = 2000, 1000, 1000, 2000
 MOST_PROMPTS = 8000  # classes times templates: some minutes of a CPU
 THUMBNAILS_KEPT, QUERIES_KEPT, SORTED_KEPT = 2000, 256, 4
 DECODED_AT_ONCE = 2  # images; a large one takes some hundred MB
-T = TypeVar("T")
+ROWS_AT_ONCE = 1 << 15  # images that are sorted
 
 
 class RequestError(Exception):
     """A request that cannot be answered: the message is for the person who asked."""
 
 
-class _Recent:
-    """The most recently used values, shared by threads."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.values, self.lock = size, OrderedDict[Hashable, Any](), threading.Lock()
-
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        with self.lock:
-            if key in self.values:
-                self.values.move_to_end(key)
-                return self.values[key]
-        value = make()
-        with self.lock:
-            self.values[key] = value
-            if len(self.values) > self.size:
-                self.values.popitem(last=False)
-        return value
-
-
-@dataclass(frozen=True)
-class Hit:
+class Hit(NamedTuple):
     id: int
     key: str
     shard: str
     score: float
     caption: str
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+@dataclass(frozen=True)
+class Sorted:
+    classes: tuple[str, ...]
+    ids: np.ndarray  # (n,) of the images, by class and within a class the doubtful ones first
+    assigned: np.ndarray  # (n,) the class of each
+    second: np.ndarray  # (n,) the class that comes next
+    probability: np.ndarray  # (n,) of the class against the others
+    bounds: np.ndarray  # (C + 1,) the first image of each class
+
+    @property
+    def counts(self) -> list[int]:
+        return np.diff(self.bounds).tolist()
+
+    def rows_of(self, number: int) -> range:
+        return range(int(self.bounds[number]), int(self.bounds[number + 1]))
 
 
 class Engine:
@@ -79,8 +72,9 @@ class Engine:
         self.usable = store.usable("images")
         self._computing, self._reading = threading.Lock(), threading.Lock()
         self._decoding = threading.BoundedSemaphore(DECODED_AT_ONCE)
-        self._queries, self._thumbnails = _Recent(QUERIES_KEPT), _Recent(THUMBNAILS_KEPT)
-        self.sorted = _Recent(SORTED_KEPT)
+        self._text_vector = lru_cache(QUERIES_KEPT)(lambda text: self._texts([text])[0])
+        self._thumbnail = lru_cache(THUMBNAILS_KEPT)(self._make_thumbnail)
+        self.sorted: dict[str, Sorted] = {}  # by the name of the classes
         self._pairs: PairSearch | None = None
 
     # ---- queries
@@ -91,7 +85,7 @@ class Engine:
             raise RequestError("type a sentence")
         if len(text) > LONGEST_TEXT:
             raise RequestError(f"the sentence has {len(text):,} characters; at most {LONGEST_TEXT:,} are read")
-        return self._queries.get(text, lambda: self._texts([text])[0])
+        return self._text_vector(text)
 
     def of_image(self, content: bytes) -> np.ndarray:
         try:
@@ -155,8 +149,7 @@ class Engine:
 
     def thumbnail(self, index: int, pixels: int) -> bytes:
         """A JPEG whose longer side has this many pixels at most."""
-        self.checked(index)
-        return self._thumbnails.get((index, pixels), lambda: self._make_thumbnail(index, pixels))
+        return self._thumbnail(self.checked(index), pixels)
 
     def _make_thumbnail(self, index: int, pixels: int) -> bytes:
         try:
@@ -173,13 +166,11 @@ class Engine:
                         white.paste(image, mask=image.getchannel("A"))
                         image = white
         except BrokenSample as error:
-            raise RequestError(f"{error} (it was read from {self.shard_place(index)})") from error
+            shard = self.store.shards[int(self.store.shard_number(index))]
+            raise RequestError(f"{error} (it was read from {shard.path})") from error
         file = io.BytesIO()
         image.save(file, "JPEG", quality=88)
         return file.getvalue()
-
-    def shard_place(self, index: int) -> str:
-        return self.store.shards[int(self.store.shard_number(index))].path
 
     # ---- the whole set
 
@@ -199,7 +190,12 @@ class Engine:
                 f" {MOST_PROMPTS:,} are embedded: type fewer classes, or choose other prompts"
             )
         name = f"{hash((names, templates)) & 0xFFFF_FFFF_FFFF:012x}"
-        return name, self.sorted.get(name, lambda: self._sort(names, templates))
+        result = self.sorted.get(name)
+        if result is None:
+            result = self.sorted[name] = self._sort(names, templates)
+            for oldest in list(self.sorted)[:-SORTED_KEPT]:
+                self.sorted.pop(oldest, None)  # perhaps by another thread
+        return name, result
 
     def _sort(self, names: tuple[str, ...], templates: str) -> Sorted:
         chosen = ("{}",) if templates == "plain" else TEMPLATES[templates]
@@ -225,6 +221,23 @@ class Engine:
             elif search.finished and search.error is not None:
                 self._pairs = None  # it is reported now; the next request tries again
             return search
+
+
+def sort_into(
+    classes: tuple[str, ...], classifier: np.ndarray, features: np.ndarray, ids: np.ndarray, *, scale: float
+) -> Sorted:
+    """`classifier` has a unit vector for each class; `scale` is that of the model's logits."""
+    weights = torch.from_numpy(classifier.astype(np.float32)).T
+    parts = []
+    for start in range(0, len(ids), ROWS_AT_ONCE):
+        rows = np.asarray(features[ids[start : start + ROWS_AT_ONCE]])
+        probabilities = (scale * (torch.from_numpy(rows).float() @ weights)).softmax(1)
+        top = probabilities.topk(min(2, len(classes)), dim=1)
+        parts.append((top.indices[:, 0].numpy(), top.indices[:, -1].numpy(), top.values[:, 0].numpy()))
+    assigned, second, probability = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.lexsort((ids, probability, assigned))
+    bounds = np.searchsorted(assigned[order], np.arange(len(classes) + 1))
+    return Sorted(classes, ids[order], assigned[order], second[order], probability[order], bounds)
 
 
 def open_engine(

@@ -225,9 +225,9 @@ class _Handler(BaseHTTPRequestHandler):
         values = self.values.get(name)
         return values[0] if values else None
 
-    def number(self, name: str, default: int | None = None) -> int | None:
-        value = self.query(name)
-        return default if value in (None, "") else as_number(value)
+    def number(self, name: str) -> int:
+        """0 where the address has none of this name."""
+        return as_number(self.query(name) or 0)
 
     def body(self, limit: int, kinds: tuple[str, ...]) -> bytes:
         """What was sent. A page of another origin cannot send these kinds without asking first."""
@@ -341,7 +341,7 @@ def _search_image(handler: _Handler, rest: str) -> Reply:
 
 def _hits(engine: Engine, query: Any, options: dict[str, Any]) -> Reply:
     numbers = {name: as_number(value) for name, value in options.items() if value not in (None, "")}
-    return _json({"hits": [hit.as_json() for hit in engine.nearest(query, **numbers)]})
+    return _json({"hits": [hit._asdict() for hit in engine.nearest(query, **numbers)]})
 
 
 def _duplicates(handler: _Handler, rest: str) -> Reply:
@@ -350,19 +350,19 @@ def _duplicates(handler: _Handler, rest: str) -> Reply:
         threshold = round(float(handler.query("threshold") or 0.95), 4)
     except ValueError as error:
         raise Refused(HTTPStatus.BAD_REQUEST, "the threshold is no number") from error
-    search, offset = engine.pairs(threshold), max(0, handler.number("offset", 0) or 0)
+    search, offset = engine.pairs(threshold), max(0, handler.number("offset"))
     finished = search.finished  # before the rest, which does not change afterwards
     if search.error is not None:
         raise RequestError(search.error)
     total, shown = search.count(threshold), []
     for row in range(offset, min(offset + 30, total)) if finished else ():
         score = float(search.scores[row])
-        shown.append([engine.hit(index, score).as_json() for index in search.pairs[row].tolist()])
+        shown.append([engine.hit(index, score)._asdict() for index in search.pairs[row].tolist()])
     return _json({"finished": finished, "done": search.done, "total": total, "pairs": shown})
 
 
 def _suspects(handler: _Handler, rest: str) -> Reply:
-    rows, offset = handler.server.suspects or [], max(0, handler.number("offset", 0) or 0)
+    rows, offset = handler.server.suspects or [], max(0, handler.number("offset"))
     return _json({
         "total": len(rows), "rows": [{k: _shown(v) for k, v in row.items()} for row in rows[offset : offset + 60]]
     })  # fmt: skip
@@ -389,20 +389,19 @@ def _sorted(handler: _Handler, rest: str) -> Reply:
     """The images of one class, the doubtful ones first; as CSV those of all."""
     engine, (name, dot, ending) = handler.server.engine, rest.partition(".")
 
-    def forgotten() -> Any:
+    result = engine.sorted.get(name)
+    if result is None:
         raise Refused(HTTPStatus.NOT_FOUND, "these classes were sorted some time ago; sort again")
-
-    result = engine.sorted.get(name, forgotten)
     if dot and ending == "csv":
         text = "".join(_csv_lines(engine, result))
         download = ("Content-Disposition", 'attachment; filename="classes.csv"')
         return Reply(text.encode(), "text/csv; charset=utf-8", headers=(("Cache-Control", "no-store"), download))
-    number, offset = handler.number("class", 0) or 0, max(0, handler.number("offset", 0) or 0)
+    number, offset = handler.number("class"), max(0, handler.number("offset"))
     if not 0 <= number < len(result.classes):
         raise RequestError("there is no such class")
     rows = result.rows_of(number)[offset : offset + 60]
     hits = [
-        engine.hit(int(result.ids[row]), float(result.probability[row])).as_json()
+        engine.hit(int(result.ids[row]), float(result.probability[row]))._asdict()
         | {"second": result.classes[int(result.second[row])]}
         for row in rows
     ]

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from leanclip.data.feature_table import COMPUTED, FeatureTable, mapped
 from leanclip.errors import UserError, first_line
-from leanclip.features.table import COMPUTED, FeatureTable, mapped
 from leanclip.filesystem import atomic_path, read_json, write_atomically
 from leanclip.search.data import Shard
 

@@ -1,13 +1,13 @@
 """A table of pairs that look wrong, as `leanclip data suspects` writes it: .csv or .parquet."""
 
 import csv
-from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from leanclip.data.exclusion.same_shards import same_shards
+from leanclip.data.exclusion.listed import same_shards, table_rows
 from leanclip.errors import UserError, first_line
 from leanclip.search.store import EmbeddingStore
 
@@ -25,7 +25,10 @@ def find_suspects(store: EmbeddingStore, path: str | None) -> list[dict[str, Any
             return None
         path = str(found)
     try:
-        rows = [dict(row) for row, _ in zip(_rows(Path(path)), range(MOST_ROWS), strict=False)]
+        rows = list(islice(table_rows(Path(path)), MOST_ROWS))
+    except ImportError as error:
+        message = "pyarrow is not installed: pip install 'leanclip[parquet]'"
+        raise UserError(message, code="install.parquet") from error
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"cannot read {path} ({first_line(error)})", code="search.bad_suspects") from error
     missing = [name for name in NEEDED if rows and name not in rows[0]]
@@ -36,20 +39,6 @@ def find_suspects(store: EmbeddingStore, path: str | None) -> list[dict[str, Any
         )
     ids = _ids(store, rows)
     return [{name: row.get(name) for name in SHOWN} | {"id": index} for row, index in zip(rows, ids, strict=True)]
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        try:
-            from pyarrow import parquet
-        except ImportError as error:
-            message = "pyarrow is not installed: pip install 'leanclip[parquet]'"
-            raise UserError(message, code="install.parquet") from error
-        for batch in parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
-    else:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            yield from csv.DictReader(file, strict=True)
 
 
 def _ids(store: EmbeddingStore, rows: list[dict[str, Any]]) -> list[int | None]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanclip.data.prefetch import numbered
+from leanclip.data.batch import numbered
 from leanclip.errors import first_line
 from leanclip.losses import ContrastiveLoss
 from leanclip.models import TwoTower

@@ -10,8 +10,8 @@ from leanclip.errors import UserError
 from leanclip.losses import ContrastiveLoss, loss_from_config
 from leanclip.models import ModelConfig, TwoTower, check_vocabulary, create_model
 from leanclip.models.text_length import text_tower
-from leanclip.models.towers.adapter_file import start_from_adapters
 from leanclip.models.towers.layers import Side
+from leanclip.models.towers.lora import start_from_adapters
 from leanclip.runs.config import TrainConfig
 
 COMPILE_SECONDS = 40.0  # to compile the towers, about
@@ -32,9 +32,9 @@ def model_for_run(config: TrainConfig, start: ModelConfig | None = None, *, shap
     )
     check_vocabulary(model)
     if config.model.lock_image:
-        model.lock_image(config.model.lock_image_unlocked_groups)
+        model.lock("image", config.model.lock_image_unlocked_groups)
     if config.model.lock_text:
-        model.lock_text(config.model.lock_text_unlocked_layers)
+        model.lock("text", config.model.lock_text_unlocked_layers)
     ranks: dict[Side, int] = {"image": config.model.lora_image, "text": config.model.lora_text}
     for side, rank in ranks.items():
         if rank:

@@ -8,9 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from leanclip.checkpointing.checkpoint import Position
-from leanclip.data.decode import Features
+from leanclip.data.feature_table import Features
 from leanclip.distributed import TRAFFIC_COUNTER, compare_traffic
-from leanclip.features.table import FeatureTable
 from leanclip.filesystem import write_atomically, writing
 from leanclip.losses.pair_weights import Refit
 from leanclip.models.towers.lora import is_adapter
@@ -189,5 +188,5 @@ def feature_tables(features: Features) -> dict[str, dict[str, float | None]]:
     return {
         side: {"rows": len(table.features), "mib": table.nbytes / 2**20, "seconds": table.seconds}
         for side, table in features._asdict().items()
-        if isinstance(table, FeatureTable)
+        if table is not None
     }

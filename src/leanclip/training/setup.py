@@ -15,7 +15,8 @@ from leanclip.checkpointing.openclip import OpenClipCheckpoint
 from leanclip.checkpointing.resume import SavedRun
 from leanclip.checkpointing.state import RunState
 from leanclip.data import Batch, Datasets, EvaluationTransform, TrainingLoader, training_transform
-from leanclip.data.decode import NO_FEATURES, Features, TrainingTransform
+from leanclip.data.decode import TrainingTransform
+from leanclip.data.feature_table import NO_FEATURES, Features
 from leanclip.data.source import most_captions
 from leanclip.device import autocast_of
 from leanclip.distributed import gloo_group, wrap_ddp, wrap_fsdp

@@ -1,13 +1,14 @@
 """The samples that a file of keys, or a table of suspects, names."""
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from leanclip.data.exclusion.same_shards import same_shards
+from leanclip.data.files import is_remote
 from leanclip.data.shards import Shards
 from leanclip.data.source import BrokenSample, Source
 from leanclip.errors import UserError, first_line
@@ -15,7 +16,6 @@ from leanclip.progress import ACTIVITY, progress_bar
 
 ID_PREFIX = "id:"
 TABLES = (".csv", ".parquet")
-COLUMNS = ("id", "key", "shard", "probability", "numbers")
 LONGEST_LINE = 1_000_000  # characters
 SHOWN_SAMPLES = 1_000_000  # whose keys are read in more than a moment
 REPORT_EVERY = 1 << 14  # keys
@@ -147,14 +147,18 @@ def _entries(path: Path) -> Iterator[Entry]:
                 digits = text.removeprefix(ID_PREFIX)
                 is_id = digits != text and digits.isdecimal() and len(digits) < MAX_DIGITS
                 yield Entry(None, int(digits)) if is_id else Entry(text)
-    except (OSError, csv.Error) as error:
+    except ImportError as error:
+        raise UserError(
+            f"--exclude {path} needs pyarrow; install it (pip install pyarrow), or give a .csv",
+            code="data.no_pyarrow",
+        ) from error
+    except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"--exclude {path} cannot be read ({first_line(error)})", code="data.unreadable") from error
 
 
 def _table_entries(path: Path) -> Iterator[Entry]:
     """Of a table with the columns `key` or `id`, and perhaps `shard`, `probability` and `numbers` of captions."""
-    rows = _parquet_rows(path) if path.suffix.lower() == ".parquet" else _csv_rows(path)
-    for row in rows:
+    for row in table_rows(path):
         if "key" not in row and "id" not in row:
             raise UserError(f"--exclude {path} has neither a column key nor a column id", code="data.missing_column")
         number, key = ("" if row.get(name) is None else str(row[name]) for name in ("id", "key"))
@@ -183,13 +187,6 @@ def _is_likely(probability: Any) -> bool:
         return False
 
 
-def _csv_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        yield from csv.DictReader(
-            _lines(file), strict=True
-        )  # a quote that is never closed would take all rows after it
-
-
 def _lines(file: TextIO) -> Iterator[str]:
     while line := file.readline(LONGEST_LINE):
         if len(line) == LONGEST_LINE:
@@ -197,20 +194,44 @@ def _lines(file: TextIO) -> Iterator[str]:
         yield line
 
 
-def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def table_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Of a .parquet file, else of a CSV. ImportError without pyarrow, ValueError for a damaged file."""
+    if path.suffix.lower() != ".parquet":
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            # Strict: a quote that is never closed would take all rows after it.
+            yield from csv.DictReader(_lines(file), strict=True)
+        return
+    from pyarrow import ArrowException, parquet
+
     try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise UserError(
-            f"--exclude {path} needs pyarrow; install it (pip install pyarrow), or give a .csv",
-            code="data.no_pyarrow",
-        ) from error
-    try:
-        file = parquet.ParquetFile(path)
-        columns = [name for name in COLUMNS if name in file.schema_arrow.names]
-        for batch in file.iter_batches(columns=columns) if columns else ():
+        for batch in parquet.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
-        if not columns:
-            yield {}
-    except (ArrowException, ValueError) as error:  # ValueError: text that is not UTF-8, impossible times
-        raise UserError(f"--exclude {path} cannot be read ({first_line(error)})", code="data.unreadable") from error
+    except ArrowException as error:
+        raise ValueError(first_line(error)) from error
+
+
+def same_shards(listed: Collection[str], known: Collection[str]) -> dict[str, str]:
+    """For each shard that a table lists the one of the data, where there is one: by its path, or, since data move, by
+    its file name. A name that several shards have decides nothing, nor does one in a folder that the table knows by
+    path: there the shards have not moved."""
+    by_path = {_absolute(path): path for path in known}
+    shard_of = {shard: by_path[_absolute(shard)] for shard in listed if _absolute(shard) in by_path}
+    in_place = {_folder_and_name(path)[0] for path in shard_of.values()}
+    names_listed = Counter(_folder_and_name(shard)[1] for shard in set(listed))
+    names_known = Counter(_folder_and_name(path)[1] for path in by_path)
+    by_name = {_folder_and_name(path)[1]: path for path in known}
+    for shard in set(listed) - shard_of.keys():
+        name = _folder_and_name(shard)[1]
+        unique = names_listed[name] == names_known[name] == 1
+        if unique and _folder_and_name(by_name[name])[0] not in in_place:
+            shard_of[shard] = by_name[name]
+    return shard_of
+
+
+def _absolute(path: str) -> str:
+    return path if is_remote(path) else str(Path(path).absolute())
+
+
+def _folder_and_name(path: str) -> tuple[str, str]:
+    folder, _, name = path.rstrip("/").rpartition("/")
+    return folder, name

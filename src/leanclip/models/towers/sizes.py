@@ -7,25 +7,63 @@ from typing import Any
 
 from leanclip.errors import UserError
 
-LARGEST = 1 << 17  # of widths, heads, context lengths and image sizes
-DEEPEST = 1024  # layers
-VOCABULARY = 1 << 22
-FLOATS = ("mlp_ratio", "ls_init_value", "patch_dropout", "timm_drop", "timm_drop_path")
+SIZES = {
+    "embed_dim",
+    "image_size",
+    "patch_size",
+    "width",
+    "head_width",
+    "heads",
+    "layers",
+    "context_length",
+    "vocab_size",
+}
+MOST, MOST_OF = 1 << 17, {"layers": 1024, "vocab_size": 1 << 22}
+FEWEST_OF = {"context_length": 3}
+REALS = (
+    "init_logit_scale",
+    "init_logit_bias",
+    "mlp_ratio",
+    "ls_init_value",
+    "patch_dropout",
+    "timm_drop",
+    "timm_drop_path",
+)
+SIDES, STAGES = {"image_size": 2, "patch_size": 2}, {"layers": 4}  # lists of so many; the stages are a ResNet's
+PARTS = ("vision_cfg", "text_cfg", "multimodal_cfg")
 BYTES = 4  # of a number
 
 
 def check_sizes(config: Mapping[str, Any], name: str, *, in_memory: bool = True) -> None:
-    """Refuse sizes that no model can have, or, with `in_memory`, that this machine cannot hold."""
-    check = _Check(name)
-    embedding = check.integer(config, "embed_dim", None, LARGEST)
-    for key in ("init_logit_scale", "init_logit_bias"):
-        check.real(config, key)
-    numbers = _vision(check, config["vision_cfg"], embedding)
-    for part in ("text_cfg", "multimodal_cfg"):
-        if part in config:
-            numbers += _text(check, check.part(config, part), embedding)
+    """Refuse sizes that no model can have, or, with `in_memory`, that this machine cannot hold. What open_clip
+    refuses by itself, such as heads that do not divide a width, is left to it."""
+
+    def require(holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise UserError(f"{name} cannot be built: {otherwise}", code="model.bad_config")
+
+    for part in PARTS:
+        require(isinstance(config.get(part, {}), Mapping), f"{part} is not an object")
+    vision, resnet = config["vision_cfg"], _is_resnet(config["vision_cfg"])
+    for part in (config, *(config[part] for part in PARTS if part in config)):
+        lengths = SIDES | (STAGES if part is vision else {})
+        for key in sorted((SIZES - {"patch_size"} if resnet else SIZES) & part.keys()):  # null in that of a ResNet
+            several, fewest, most = isinstance(part[key], list | tuple), FEWEST_OF.get(key, 1), MOST_OF.get(key, MOST)
+            require(not several or len(part[key]) == lengths.get(key), f"{key} is {_shown(part[key])}")
+            for size in part[key] if several else [part[key]]:
+                whole = f"{key} is {_shown(size)}; it must be a whole number from {fewest} to {most:,}"
+                require(type(size) is int and fewest <= size <= most, whole)
+        for key, value in ((key, part.get(key)) for key in REALS):
+            finite = value is None or (isinstance(value, int | float) and abs(value) < 1e6)
+            require(finite, f"{key} is {_shown(value)}; it must be a finite number")
+    image = min(_sides(vision, "image_size", 224))
+    if resnet:
+        require(image >= 32, f"image_size is {image}; a ResNet needs at least 32")
+    elif not vision.get("timm_model_name"):
+        patch = max(_sides(vision, "patch_size", 16))
+        require(patch <= image, f"patch_size is {patch}, more than the image_size {image}")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if in_memory and BYTES * numbers > memory:
+    if in_memory and BYTES * (numbers := _numbers(config)) > memory:
         raise UserError(
             f"{name} has about {numbers / 1e9:,.1f} billion numbers, which need {BYTES * numbers / 2**30:,.0f} GiB;"
             f" this machine has {memory / 2**30:,.0f} GiB",
@@ -33,80 +71,39 @@ def check_sizes(config: Mapping[str, Any], name: str, *, in_memory: bool = True)
         )
 
 
-def _vision(check: "_Check", vision: Mapping[str, Any], embedding: int) -> int:
-    height, width_pixels = check.sides(vision, "image_size", 224)
-    if vision.get("timm_model_name"):
-        return 0  # timm knows the sizes
-    width = check.integer(vision, "width", 768, LARGEST)
-    head = check.integer(vision, "head_width", 64, LARGEST)
-    layers = vision.get("layers", 12)
-    if isinstance(layers, list | tuple):
-        stages = [check.integer({"layers": count}, "layers", None, DEEPEST) for count in layers]
-        check.that(len(stages) == 4, f"layers has {len(stages)} entries; a ResNet has four stages")
-        check.that(min(height, width_pixels) >= 32, f"image_size is {height}; a ResNet needs at least 32")
-        check.heads(32 * width, 32 * width // head)
-        return sum(count * 17 * (width * 2**stage) ** 2 for stage, count in enumerate(stages)) + 4 * (32 * width) ** 2
-    high, wide = check.sides(vision, "patch_size", 16)
-    check.that(high <= height and wide <= width_pixels, f"patch_size is {high}, more than the image_size {height}")
-    check.heads(width, width // head)
-    tokens = (height // high) * (width_pixels // wide) + 1
-    return _transformer(check, vision, width) + width * (tokens + 3 * high * wide + embedding)
+def _is_resnet(vision: Mapping[str, Any]) -> bool:
+    return isinstance(vision.get("layers"), list | tuple)
 
 
-def _text(check: "_Check", text: Mapping[str, Any], embedding: int) -> int:
-    context = check.integer(text, "context_length", 77, LARGEST, least=3)
-    if text.get("hf_model_name"):
-        return 0
-    width = check.integer(text, "width", 512, LARGEST)
-    vocabulary = check.integer(text, "vocab_size", 49408, VOCABULARY)
-    check.heads(width, check.integer(text, "heads", 8, LARGEST))
-    # the mask of causal attention is a table, too
-    return _transformer(check, text, width) + width * (vocabulary + context + embedding) + context**2
+def _sides(vision: Mapping[str, Any], key: str, default: int) -> tuple[int, int]:
+    """Height and width, which a configuration gives as one number or as two."""
+    value = vision.get(key, default)
+    return (value, value) if isinstance(value, int) else tuple(value)
 
 
-def _transformer(check: "_Check", part: Mapping[str, Any], width: int) -> int:
-    for key in FLOATS:
-        check.real(part, key)
-    ratio = part.get("mlp_ratio", 4.0)
-    check.that(0 < ratio <= 1000, f"mlp_ratio is {ratio}")
-    return int(check.integer(part, "layers", 12, DEEPEST) * width**2 * (4 + 2 * ratio))
+def _numbers(config: Mapping[str, Any]) -> int:
+    """About how many a model holds, without towers of timm and transformers, whose sizes these know."""
+    vision, embedding, numbers = config["vision_cfg"], config["embed_dim"], 0
+    if _is_resnet(vision):
+        width = vision.get("width", 768)
+        numbers = 4 * (32 * width) ** 2
+        numbers += sum(count * 17 * (width * 2**stage) ** 2 for stage, count in enumerate(vision["layers"]))
+    elif not vision.get("timm_model_name"):
+        (height, width), (high, wide) = _sides(vision, "image_size", 224), _sides(vision, "patch_size", 16)
+        tokens = (height // high) * (width // wide) + 1
+        numbers = _transformer(vision, 768, tokens + 3 * high * wide + embedding)
+    for text in (config[part] for part in PARTS[1:] if part in config):
+        if not text.get("hf_model_name"):
+            context = text.get("context_length", 77)
+            # the mask of causal attention is a table, too
+            numbers += _transformer(text, 512, text.get("vocab_size", 49408) + context + embedding) + context**2
+    return numbers
 
 
-class _Check:
-    """Reads numbers of a configuration; refuses those that are none."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def that(self, holds: bool, otherwise: str) -> None:
-        if not holds:
-            raise UserError(f"{self.name} cannot be built: {otherwise}", code="model.bad_config")
-
-    def part(self, config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-        self.that(isinstance(config[key], Mapping), f"{key} is not an object")
-        return config[key]
-
-    def integer(self, part: Mapping[str, Any], key: str, default: int | None, most: int, *, least: int = 1) -> int:
-        value = part.get(key, default)
-        valid = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-        self.that(valid, f"{key} is {_shown(value)}; it must be a whole number from {least} to {most:,}")
-        return value
-
-    def sides(self, part: Mapping[str, Any], key: str, default: int) -> tuple[int, int]:
-        """Height and width, which a configuration gives as one number or as two."""
-        value = part.get(key, default)
-        sides = value if isinstance(value, list | tuple) and len(value) == 2 else (value, value)
-        high, wide = (self.integer({key: side}, key, None, LARGEST) for side in sides)
-        return high, wide
-
-    def real(self, part: Mapping[str, Any], key: str) -> None:
-        value = part.get(key)
-        valid = value is None or (isinstance(value, int | float) and abs(value) < 1e6)
-        self.that(valid, f"{key} is {_shown(value)}; it must be a finite number")
-
-    def heads(self, width: int, heads: int) -> None:
-        fits = heads > 0 and width % heads == 0
-        self.that(fits, f"a width of {width} does not divide into {heads} attention heads")
+def _transformer(part: Mapping[str, Any], default_width: int, rows: int) -> int:
+    """Of its blocks, and of so many rows beside them."""
+    width = part.get("width", default_width)
+    return int(part.get("layers", 12) * width**2 * (4 + 2 * part.get("mlp_ratio", 4.0))) + width * rows
 
 
 def _shown(value: object) -> str:

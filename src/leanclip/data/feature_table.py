@@ -12,7 +12,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,12 @@ QUICK_BYTES = 4 << 30  # of a mapped table that stays in memory once it was read
 
 
 class FeatureTable:
+    """Features of samples by id. `rows` of a sample that could not be read raises BrokenSample.
+
+    Views, or draws of captions, of many visits become row numbers; `take` gives what a batch holds of them: their
+    features, or the numbers themselves where the table lies on the compute device, for `gather` to read them there.
+    """
+
     def __init__(self, directory: Path, *, writable: bool = False) -> None:
         """Open a table. The files stay on disk; a row that is read comes into memory."""
         mode = "r+" if writable else "r"
@@ -97,10 +103,12 @@ class FeatureTable:
 
     @property
     def quick(self) -> bool:
+        """Whether reading rows needs no worker processes."""
         return self.on_device or self.nbytes <= QUICK_BYTES
 
     @property
     def at_once(self) -> int:
+        """Of how many samples rows are best read together."""
         return NUMBERS_AT_ONCE if self.on_device else ROWS_AT_ONCE
 
     def missing(self) -> np.ndarray:
@@ -141,10 +149,6 @@ class FeatureTable:
         begin, end = edges[ends - count], edges[ends]
         places = np.searchsorted(edges, begin + draws * (end - begin), "right") - 1
         return rows[np.minimum(places, ends - 1)]
-
-    def starts(self, ids: np.ndarray) -> np.ndarray:
-        """The first row of each sample."""
-        return self.first[ids]
 
     def take(self, numbers: np.ndarray) -> Tensor:
         """What a batch holds of these rows."""
@@ -188,6 +192,16 @@ def mapped(path: Path, mode: Literal["r", "r+"]) -> Any:
         raise
     except Exception as error:
         raise ValueError(f"{path.name} is damaged ({first_line(error)})") from error
+
+
+class Features(NamedTuple):
+    """Of locked towers, read in the place of pixels or of captions."""
+
+    images: FeatureTable | None = None
+    texts: FeatureTable | None = None
+
+
+NO_FEATURES = Features()
 
 
 def copy_to_gpu(tables: Iterable[FeatureTable | None], device: torch.device) -> None:
