@@ -5,12 +5,10 @@ the device. Runs with the same seed start from the same weights and see the same
 whatever their loss.
 """
 
-import argparse
 import functools
 import hashlib
 import json
 import multiprocessing
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -20,6 +18,7 @@ from typing import Any
 
 import measurements
 import torch
+from command_line import Flag, command_line, temporary_folder
 from photo_dataset import MODEL, CaptionedImages, PhotoDataset
 from torch import Tensor
 from torch.nn import functional as F
@@ -306,17 +305,15 @@ class RunStore:
 
 
 def store_from_command_line(description: str | None) -> RunStore:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--photos", type=Path, help="the folder written by photo_dataset.py")
-    parser.add_argument("--processes", type=int, default=8, help="runs at the same time")
-    parser.add_argument("--results", type=Path, default=measurements.RESULTS, help="the folder of the CSV files")
-    parser.add_argument("--quick", action="store_true", help="emoji, a tiny model, two steps; nothing is kept")
-    arguments = parser.parse_args()
+    arguments = command_line(
+        description, photos=Flag(None, "the folder written by photo_dataset.py", kind=Path),
+        processes=Flag(8, "runs at the same time"), results=Flag(measurements.RESULTS, "the folder of the CSV files"),
+    )  # fmt: skip
     if arguments.quick:
-        folder = Path(tempfile.mkdtemp())
+        folder = temporary_folder()
         config = folder / "tiny.json"
         config.write_text(json.dumps(TINY))
         return RunStore(folder, BUNDLED, steps=2, config=config)
     if arguments.photos is None:
-        parser.error("--photos FOLDER is missing; write it with photo_dataset.py")
+        raise SystemExit("--photos FOLDER is missing; write it with photo_dataset.py")
     return RunStore(arguments.results, arguments.photos, arguments.processes)
