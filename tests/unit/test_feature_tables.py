@@ -19,6 +19,7 @@ from leanclip.data.source import pick
 from leanclip.evaluation import EvaluationSettings, embed
 from leanclip.features.locked_towers import count_captions
 from leanclip.features.table import FeatureTable, copy_to_gpu
+from run_records import losses as losses_of_run
 
 NAMES = ("uncached", "cached", "fewer")
 WEIGHTS = []
@@ -42,8 +43,7 @@ def train(folder, **options):
 
 
 def losses(folder):
-    lines = map(json.loads, (folder / "logs/run/metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if line["kind"] == "train"]
+    return losses_of_run(folder / "logs/run")
 
 
 def shard(folder, *, broken=False):
