@@ -38,6 +38,17 @@ def test_a_run_repeats_from_its_saved_toml(tmp_path):
     torch.testing.assert_close(weights(first), weights(second), rtol=0, atol=0)
 
 
+def test_resume_latest_drops_damaged_lines_and_those_after_the_checkpoint(tmp_path):
+    few = ["--batch-size", "64", "--log-every", "1", "--eval-every", "0", "--workers", "0", "--warmup", "1"]
+    run = train(tmp_path, "run", *few, "--max-steps", "6")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('123\n{"kind": "train", "step": 7, "loss": 1.0}\n{"kind": "tra')
+    train(tmp_path, "run", *few, "--max-steps", "8", "--resume", "latest")
+    assert "\n123\n" in (run / "metrics.jsonl.damaged-1").read_text()
+    steps = [line["step"] for line in records(run) if line.get("set") != "emoji groups"]
+    assert [step for step in steps if step] == [1, 2, 3, 4, 5, 6, 6, 7, 8, 8]  # each part ended with an evaluation
+
+
 def test_a_run_is_evaluated_loaded_and_reported(tmp_path, capsys):
     run = train(tmp_path, "run", "--max-steps", "12", "--eval-every", "6", "--workers", "0", "--loss", "siglip")
     described = json.loads((run / "run.json").read_text())
