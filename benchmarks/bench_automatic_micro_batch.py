@@ -6,7 +6,6 @@
 Rows go to benchmarks/results/automatic_micro_batch.csv. The largest that fits is found by real training steps.
 """
 
-import argparse
 import gc
 import time
 from dataclasses import replace
@@ -14,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from steps import append_rows, device_name
+from evidence.command_line import command_line
+from evidence.measurements import append
+from steps import device_name
 
 import leanclip
 from leanclip.config import override
@@ -92,14 +93,11 @@ def measure(model: str, size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__, output=RESULTS)
     for model, batch in (("leanclip-tiny", 32),) if arguments.quick else CASES:
         row = {"version": leanclip.__version__, "device": device_name(), "model": model} | measure(model, batch)
         print(row)
-        if not arguments.quick:
-            append_rows(RESULTS, [row])
+        append(arguments.output, row)
 
 
 if __name__ == "__main__":

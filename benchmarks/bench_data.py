@@ -12,8 +12,6 @@ each epoch. Samples per CPU second do not depend on the load of the machine; sam
 The tars of the index benchmark hold random bytes as images. `cold`: the files are not in the page cache.
 """
 
-import argparse
-import csv
 import io
 import os
 import platform
@@ -33,6 +31,10 @@ import numpy as np
 import open_clip
 import torch
 import webdataset
+from evidence.command_line import Flag, command_line
+from evidence.measurements import append
+from evidence.measurements import rows as stored_rows
+from evidence.photographs import photograph
 from PIL import Image
 from webdataset.writer import TarWriter
 
@@ -72,22 +74,6 @@ def target(name: str) -> tuple[int, int]:
     """The input size of the model for images of this size."""
     side = min(224, *SIZES[name])
     return side, side
-
-
-def photograph(width: int, height: int, seed: int) -> bytes:
-    """A JPEG of coloured noise with the spectrum of photographs and some hard edges."""
-    rng = np.random.default_rng(seed)
-    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None])
-    frequency[0, 0] = 1
-    noise = np.fft.ifft2(np.fft.fft2(rng.standard_normal((3, height, width))) / frequency**1.2).real
-    noise = noise.mean(0) + 0.4 * noise
-    pixels = 127 + 50 * (noise - noise.mean((1, 2), keepdims=True)) / noise.std((1, 2), keepdims=True)
-    for _ in range(6):
-        top, left = rng.integers(0, height), rng.integers(0, width)
-        pixels[:, top : top + height // 4, left : left + width // 4] = rng.integers(0, 256, (3, 1, 1))
-    file = io.BytesIO()
-    Image.fromarray(pixels.clip(0, 255).astype(np.uint8).transpose(1, 2, 0)).save(file, "JPEG", quality=88)
-    return file.getvalue()
 
 
 def write_photographs(directory: Path, size: tuple[int, int], samples: int, distinct: int) -> str:
@@ -237,15 +223,12 @@ def bench_index(samples: int, image_size: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few samples; the results are not stored")
-    parser.add_argument("--samples", type=int, default=1024, help="samples per epoch for each image size")
-    parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--repeats", type=int, default=3, help="epochs of each loader; the median is reported")
-    parser.add_argument("--index-samples", type=int, default=1_000_000)
-    parser.add_argument("--index-payload", type=int, default=8192, help="bytes per image of the index benchmark")
-    parser.add_argument("--skip-index", action="store_true")
-    arguments = parser.parse_args()
+    arguments = command_line(
+        __doc__, samples=Flag(1024, "samples per epoch for each image size"),
+        sizes=Flag(list(SIZES), choices=list(SIZES)),
+        repeats=Flag(3, "epochs of each loader; the median is reported"), index_samples=1_000_000,
+        index_payload=Flag(8192, "bytes per image of the index benchmark"), skip_index=False,
+    )  # fmt: skip
     torch.set_num_threads(1)
     if arguments.quick:
         index.MIN_KEPT_BYTES = 0
@@ -264,13 +247,10 @@ def main() -> None:
     }
     rows = [row | facts for row in rows]
     measured = {row["what"] for row in rows}
-    with RESULTS.open(newline="") as file:  # keep the results that were not measured now
-        rows += [row for row in csv.DictReader(file) if row["what"] not in measured]
+    rows += [row for row in stored_rows(RESULTS) if row["what"] not in measured]
     names = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in facts]
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*names, *facts])
-        writer.writeheader()
-        writer.writerows(rows)
+    RESULTS.unlink()
+    append(RESULTS, *({name: row.get(name, "") for name in (*names, *facts)} for row in rows))
     print(f"written: {RESULTS}")
 
 

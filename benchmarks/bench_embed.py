@@ -14,7 +14,6 @@ a tenth and nine tenths of the samples.
 open_clip's webdataset pipeline; rates are those of the last three quarters. Rows go to results/embed.csv.
 """
 
-import argparse
 import filecmp
 import os
 import signal
@@ -36,7 +35,9 @@ import numpy as np
 import open_clip
 import torch
 from bench_end_to_end import contents, write_shards
-from steps import append_rows, device_name
+from evidence.command_line import Flag, command_line
+from evidence.measurements import append
+from steps import device_name
 
 import leanclip
 from leanclip.data import DataConfig, EvaluationTransform, synthetic
@@ -208,7 +209,7 @@ def last_three_quarters(times: list[float], samples: list[int]) -> float:
     return sum(samples[first + 1 :]) / (times[-1] - times[first])
 
 
-def compare(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+def compare(arguments: Any, folder: Path) -> Iterator[dict[str, Any]]:
     """leanclip embed, and open_clip's model over open_clip's loader, alternating."""
     device = torch.device(arguments.device)
     workers, samples = arguments.workers, arguments.images
@@ -273,21 +274,17 @@ def keyed(rename: Any, image: str, text: str) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--parts", nargs="*", default=["pass", "killed", "processes"],
-                        choices=["pass", "killed", "processes", "compare"])  # fmt: skip
-    parser.add_argument("--samples", type=int, default=1_000_000, help="small images of pass, killed and processes")
-    parser.add_argument("--images", type=int, default=100_000, help="JPEGs of compare")
-    parser.add_argument("--model", default="ViT-B-32", help="of compare")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of compare")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--repeats", type=int, default=3, help="of compare; the median is kept")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.samples, arguments.images, arguments.workers, arguments.repeats = 20_000, 1100, 1, 1
-        arguments.model, arguments.device = "tiny-embed", "cpu"
+    cuda, parts = torch.cuda.is_available(), ["pass", "killed", "processes"]
+    quick = {
+        "samples": 20_000, "images": 1100, "workers": 1, "repeats": 1, "model": "tiny-embed", "device": "cpu"
+    }  # fmt: skip
+    arguments = command_line(
+        __doc__, quick=quick, parts=Flag(parts, choices=[*parts, "compare"]),
+        samples=Flag(1_000_000, "small images of pass, killed and processes"),
+        images=Flag(100_000, "JPEGs of compare"), model=Flag("ViT-B-32", "of compare"),
+        device=Flag("cuda" if cuda else "cpu", "of compare"), workers=os.cpu_count() or 1,
+        repeats=Flag(3, "of compare; the median is kept"), output=RESULTS,
+    )  # fmt: skip
     rows = []
     with tempfile.TemporaryDirectory() as name:
         found = million(arguments.parts, arguments.samples, arguments.workers, Path(name))
@@ -296,11 +293,11 @@ def main() -> None:
         if "compare" in arguments.parts:
             (Path(name) / "compare").mkdir()
             rows += map(show, compare(arguments, Path(name) / "compare"))
-    if not arguments.quick:
-        facts = {"device": device_name(), "cores": os.cpu_count(), "torch": torch.__version__,
-                 "open_clip": open_clip.__version__, "version": leanclip.__version__,
-                 "date": time.strftime("%Y-%m-%d")}  # fmt: skip
-        append_rows(arguments.output, [{field: row.get(field, "") for field in FIELDS} | facts for row in rows])
+    facts = {
+        "device": device_name(), "cores": os.cpu_count(), "torch": torch.__version__,
+        "open_clip": open_clip.__version__, "version": leanclip.__version__, "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    append(arguments.output, *({field: row.get(field, "") for field in FIELDS} | facts for row in rows))
 
 
 def show(row: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from the process. Rates are taken once the loader's store of batches, which fill
 used up. Rows go to benchmarks/results/end_to_end.csv.
 """
 
-import argparse
 import datetime
 import io
 import itertools
@@ -26,12 +25,15 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import bench_step
 import torch
-from bench_data import photograph
+from evidence.command_line import Flag, command_line
+from evidence.measurements import append
+from evidence.photographs import photograph
 from PIL import Image
-from steps import WORDS, append_rows, device_name
+from steps import WORDS, device_name
 
 import leanclip
 from leanclip.data import DataConfig, TrainingLoader, open_datasets, training_transform
@@ -122,26 +124,19 @@ def train(
     return steps_logged[-1]["samples_per_second"], steps_logged[-1]["data_wait"]
 
 
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--photos", type=Path, help="a tar with .jpg files")
-    parser.add_argument("--model", nargs="*", default=["ViT-B-32"])
-    parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--compile", choices=("on", "off"), default="on")
-    parser.add_argument("--decode", nargs="*", choices=("cpu", "gpu"), default=["gpu"])
-    parser.add_argument("--cores", nargs="*", type=int, default=[len(os.sched_getaffinity(0))])
-    parser.add_argument("--steps", type=int, help="of training; the last third is timed. Default: 3 for each core")
-    parser.add_argument("--size", type=int, nargs=2, default=(500, 375))
-    parser.add_argument("--different", type=int, default=4096, help="images; each is in several samples")
-    parser.add_argument("--only", nargs="*", choices=("loader", "train", "step"), default=["loader", "train", "step"])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.model, arguments.batch, arguments.cores, arguments.steps = ["leanclip-tiny"], 8, [1], 3
-        arguments.different, arguments.size, arguments.output = 8, (64, 48), Path(os.devnull)
-        arguments.compile, arguments.decode = "off", ["cpu"]
-    return arguments
+def parsed() -> Any:
+    every_core = [len(os.sched_getaffinity(0))]
+    quick = {
+        "model": ["leanclip-tiny"], "batch": 8, "cores": [1], "steps": 3, "different": 8, "size": [64, 48],
+        "compile": "off", "decode": ["cpu"],
+    }  # fmt: skip
+    return command_line(
+        __doc__, quick=quick, photos=Flag(None, "a tar with .jpg files", kind=Path), model=["ViT-B-32"], batch=512,
+        compile=Flag("on", choices=("on", "off")), decode=Flag(["gpu"], choices=("cpu", "gpu")), cores=every_core,
+        steps=Flag(None, "of training; the last third is timed. Default: 3 for each core", kind=int),
+        size=[500, 375], different=Flag(4096, "images; each is in several samples"),
+        only=Flag(["loader", "train", "step"], choices=("loader", "train", "step")), output=RESULTS,
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -166,14 +161,14 @@ def main() -> None:
                     "jpeg": "x".join(map(str, arguments.size)), "kilobytes_per_jpeg": round(size, 1),
                     "compile": arguments.compile, "decode": decode, "different": len(jpegs),
                 }  # fmt: skip
-                append_rows(arguments.output, [row])
+                append(arguments.output, row)
             os.sched_setaffinity(0, every_core)
 
 
 def measured(
     pattern: str,
     model: str,
-    arguments: argparse.Namespace,
+    arguments: Any,
     cores: int,
     decode: str,
     alone: float | None,
@@ -205,7 +200,7 @@ def measured(
     return rates
 
 
-def step_rate(model: str, arguments: argparse.Namespace, device: torch.device) -> float:
+def step_rate(model: str, arguments: Any, device: torch.device) -> float:
     """Samples per second of a step whose batch lies on the device."""
     case = bench_step.Case(model, model, arguments.batch)
     data = bench_step.Data(case, bench_step.config_of(case), device)

@@ -9,7 +9,6 @@ images' from the cache that heads has filled.
 Rows go to benchmarks/results/locked_towers.csv.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -20,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from steps import append_rows, device_name, synchronize
+from evidence.command_line import command_line
+from evidence.measurements import append
+from steps import device_name, synchronize
 
 import leanclip
 from leanclip.config import override
@@ -109,9 +110,7 @@ def measure(setting: Setting, folder: Path, case: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__, output=RESULTS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["LEANCLIP_CACHE"] = name
@@ -126,8 +125,7 @@ def main() -> None:
             row = {"version": leanclip.__version__, "device": device_name(), "model": Path(setting.model).stem}
             row |= measure(setting, folder, case)
             print(row)
-            if not arguments.quick:
-                append_rows(RESULTS, [row])
+            append(arguments.output, row)
             gc.collect()
 
 

@@ -9,8 +9,6 @@ The floor is arithmetic alone: 8 B^2 d operations for contrastive losses (simila
 for the sigmoid loss, at the rate of a large matrix product measured in the same run.
 """
 
-import argparse
-import csv
 import datetime
 import functools
 import gc
@@ -25,7 +23,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from steps import append_rows
+from evidence.command_line import Flag, command_line
+from evidence.measurements import append, rows
 
 import leanclip
 from leanclip.errors import first_line
@@ -168,7 +167,7 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
     return 2 * size**3 / statistics.median(_milliseconds(lambda: torch.mm(a, b), device == "cuda") for _ in range(20))
 
 
-def bench(args: argparse.Namespace) -> None:
+def bench(args: Any) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rate = matmul_rate(device, dtype)
@@ -190,11 +189,10 @@ def bench(args: argparse.Namespace) -> None:
             ratio = round(times["median_ms"] / floor, 3) if times["median_ms"] else None
             print(f"{loss:12s} {provider:20s} B={batch:<7d} d={dim:<5d} {times['median_ms']} ms, {ratio}x floor,"
                   f" queued {times['queued_ms']} ms, {times['extra_mib']} MiB", flush=True)  # fmt: skip
-            if not args.quick:
-                append_rows(args.output, [facts | key | times | {"floor_ms": round(floor, 4), "times_floor": ratio}])
+            append(args.output, facts | key | times | {"floor_ms": round(floor, 4), "times_floor": ratio})
 
 
-def check_requirements(args: argparse.Namespace) -> bool:
+def check_requirements(args: Any) -> bool:
     """Measure ours and open_clip's at every batch, interleaved, and print whether each requirement holds."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, dim = torch.bfloat16 if device == "cuda" else torch.float32, args.dims[0]
@@ -253,11 +251,8 @@ def interleaved(steps: dict[tuple[str, str], tuple[Case, Step]], calls: int) -> 
 
 def stored_memory(path: Path, dim: int) -> dict[tuple[str, int], float]:
     """Our MiB in the stored results, by loss and batch, from 8,192 on."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["provider"] == "leanclip" and int(row["dim"]) == dim]
-    return {(row["loss"], int(row["batch"])): float(row["extra_mib"]) for row in rows
+    ours = (row for row in rows(path) if row["provider"] == "leanclip" and int(row["dim"]) == dim)
+    return {(row["loss"], int(row["batch"])): float(row["extra_mib"]) for row in ours
             if row["extra_mib"] and int(row["batch"]) >= 8192}  # fmt: skip
 
 
@@ -290,28 +285,24 @@ def _version(package: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--losses", nargs="+", default=["infonce", "siglip"], choices=sorted(OPERATIONS))
-    parser.add_argument(
-        "--batches", nargs="+", type=int, help="default: 4096 to 262144, with --requirements 64 to 65536"
-    )
-    parser.add_argument("--dims", nargs="+", type=int, default=[512])
-    parser.add_argument("--providers", nargs="+", default=[], help="default: all that can be imported")
-    parser.add_argument("--largest-for-baselines", type=int, default=65536)
-    parser.add_argument("--repeats", type=int, help="calls; default: 20, with --requirements 200")
-    parser.add_argument("--requirements", action="store_true", help="compare every batch with open_clip's losses")
-    parser.add_argument("--output", type=Path, default=RESULTS / "loss.csv")
-    parser.add_argument("--quick", action="store_true", help="small sizes, eager baselines, results not stored")
-    parser.add_argument("--plot", action="store_true", help="draw the results to loss.svg beside them")
-    args = parser.parse_args(arguments)
+    args = command_line(
+        __doc__, arguments,
+        quick={
+            "batches": [256, 1024], "dims": [64], "repeats": 3,
+            "providers": ["leanclip", "open_clip", "leanclip tiled"],
+        },
+        losses=Flag(["infonce", "siglip"], choices=sorted(OPERATIONS)),
+        batches=Flag([], "default: 4096 to 262144, with --requirements 64 to 65536", kind=int), dims=[512],
+        providers=Flag([], "default: all that can be imported"), largest_for_baselines=65536,
+        repeats=Flag(0, "calls; default: 20, with --requirements 200"),
+        requirements=Flag(False, "compare every batch with open_clip's losses"),
+        plot=Flag(False, "draw the results to loss.svg beside them"), output=RESULTS / "loss.csv",
+    )  # fmt: skip
     if args.plot:
         from plots import draw_loss
 
         print(f"wrote {draw_loss(args.output)}")
         return 0
-    if args.quick:
-        args.batches, args.dims, args.repeats = [256, 1024], [64], 3
-        args.providers = ["leanclip", "open_clip", "leanclip tiled"]
     args.repeats = args.repeats or (200 if args.requirements else 20)
     if args.requirements:
         args.batches = args.batches or REQUIRED_BATCHES

@@ -2,19 +2,20 @@
 
     python benchmarks/bench_micro_batch.py               # ViT-B-32: direct 1,024 upwards; 32,768 in micro-batches
     python benchmarks/bench_micro_batch.py --cap 38      # with that many GiB allowed to the process
-    python benchmarks/bench_micro_batch.py --quick       # a small model, on a CPU too; no rows are written
+    python benchmarks/bench_micro_batch.py --quick       # a small model, on a CPU too; no row is kept
 
 A step is forward, loss, backward, finite check and AdamW, in bf16 autocast on CUDA; pixels are uint8, captions of 8
 to 23 tokens padded to the model's length. Memory is PyTorch's peak. Rows go to benchmarks/results/micro_batch.csv.
 """
 
-import argparse
 import gc
 import time
 from pathlib import Path
 
 import torch
-from steps import append_rows, device_name, step_context, synchronize, synthetic_batch
+from evidence.command_line import Flag, command_line
+from evidence.measurements import append
+from steps import device_name, step_context, synchronize, synthetic_batch
 
 import leanclip
 from leanclip.models import ModelConfig, create_model
@@ -51,19 +52,12 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="ViT-B-32")
-    parser.add_argument("--loss", default="fastclip-v3")
-    parser.add_argument("--batch", type=int, default=32_768)
-    parser.add_argument("--micro", type=int, nargs="*", default=[512, 1024])
-    parser.add_argument("--direct", type=int, nargs="*", default=[1024, 2048, 3072, 3584, 4096])
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--cap", type=float, help="GiB that PyTorch may take")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.model, arguments.batch, arguments.micro, arguments.direct = "leanclip-tiny", 32, [8], [16]
+    arguments = command_line(
+        __doc__, quick={"model": "leanclip-tiny", "batch": 32, "micro": [8], "direct": [16]},
+        model="ViT-B-32", loss="fastclip-v3", batch=32_768, micro=[512, 1024],
+        direct=[1024, 2048, 3072, 3584, 4096], steps=2,
+        cap=Flag(None, "GiB that PyTorch may take", kind=float), output=RESULTS,
+    )  # fmt: skip
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.cap and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(arguments.cap * 2**30 / torch.cuda.mem_get_info()[1])
@@ -85,8 +79,7 @@ def main() -> None:
         row = provenance | {"mode": mode, "batch": batch, "micro_batch": micro or batch} | figures
         print(f"{mode:<14} batch {batch:>6} x {row['micro_batch']:>5}: "
               f"{row['samples_per_second']:>9,.1f} samples/s, peak {row['peak_gib']} GiB")  # fmt: skip
-        if not arguments.quick:
-            append_rows(arguments.output, [row | {"cap_gib": arguments.cap or ""}])
+        append(arguments.output, row | {"cap_gib": arguments.cap or ""})
 
 
 if __name__ == "__main__":

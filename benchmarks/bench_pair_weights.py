@@ -6,7 +6,6 @@
 Rows go to benchmarks/results/pair_weights.csv. `without` and `with` are medians in milliseconds.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +15,9 @@ from typing import Any
 import bench_step
 import torch
 from bench_loss import Case
-from steps import append_rows, device_name, synchronize
+from evidence.command_line import command_line
+from evidence.measurements import append
+from steps import device_name, synchronize
 
 import leanclip
 from leanclip.losses.pair_weights import Mode
@@ -65,9 +66,8 @@ def row(what: str, batch: int, steps: list[Callable[[], Any]], device: torch.dev
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    arguments = command_line(__doc__, output=RESULTS)
+    quick = arguments.quick
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch, dim, repeats = (64, 16, 3) if quick else (32_768, 512, 60)
     found = []
@@ -82,8 +82,7 @@ def main() -> None:
     number = iter(range(10**9))
     turns = [lambda step=step: step(next(number) // 2 % bench_step.BATCHES) for step in whole]
     found.append(row(f"step, {case.name}, fastclip-v1", case.batch, turns, device, repeats // 2))
-    if not quick:
-        append_rows(RESULTS, found)
+    append(arguments.output, *found)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ in the same run, or with --predict for those of h200.json. Rows go to benchmarks
 table to docs/planning.md.
 """
 
-import argparse
-import csv
 import json
 import tempfile
 import time
@@ -23,6 +21,8 @@ from typing import Any, Literal
 
 import torch
 from bench_step import SMALL, free
+from evidence.command_line import Flag, command_line
+from evidence.measurements import append, rows
 
 import leanclip
 from leanclip.data import Batch, DataConfig
@@ -187,25 +187,18 @@ def measure(case: Case, device: torch.device) -> tuple[float, float]:
 
 
 def measure_all(cases: Iterable[Case], output: Path) -> None:
-    with output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        for case in cases:
-            began = time.perf_counter()
-            gib, seconds = measure(case, torch.device("cuda"))
-            free()
-            row = case.row() | {
-                "version": leanclip.__version__, "torch": torch.__version__, "device": torch.cuda.get_device_name(),
-                "measured_gib": round(gib, 3), "measured_seconds": round(seconds, 5),
-            }  # fmt: skip
-            writer.writerow(row)
-            file.flush()
-            print(
-                *case.row().values(),
-                f"{gib:.2f} GiB {seconds:.4f} s",
-                f"({time.perf_counter() - began:.0f} s)",
-                flush=True,
-            )
+    output.unlink(missing_ok=True)
+    for case in cases:
+        began = time.perf_counter()
+        gib, seconds = measure(case, torch.device("cuda"))
+        free()
+        row = case.row() | {
+            "version": leanclip.__version__, "torch": torch.__version__, "device": torch.cuda.get_device_name(),
+            "measured_gib": round(gib, 3), "measured_seconds": round(seconds, 5),
+        }  # fmt: skip
+        append(output, {field: row.get(field, "") for field in FIELDS})
+        took = f"({time.perf_counter() - began:.0f} s)"
+        print(*case.row().values(), f"{gib:.2f} GiB {seconds:.4f} s", took, flush=True)
 
 
 def with_prediction(row: dict[str, Any], gpu: GpuModel) -> dict[str, Any]:
@@ -217,50 +210,44 @@ def with_prediction(row: dict[str, Any], gpu: GpuModel) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(predicted: list[dict[str, Any]]) -> str:
     """The rows as the documentation shows them."""
     head = "| model | loss | batch | micro-batch | recomputed | compiled"
     lines = [f"{head} | GiB predicted / measured | | ms predicted / measured | |", "|---" * 10 + "|"]
-    for row in rows:
-        predicted, measured = (1e3 * float(row[f"{side}_seconds"]) for side in ("predicted", "measured"))
+    for row in predicted:
+        guess, measured = (1e3 * float(row[f"{side}_seconds"]) for side in ("predicted", "measured"))
         padded = ", padded captions" if row["captions"] else ""
         lines.append(
             f"| {row['model']}{padded} | {row['loss']} | {int(row['batch']):,} | {row['micro_batch']}"
             f" | {row['recomputed']} | {'yes' if row['compile'] == 'on' else ''}"
             f" | {float(row['predicted_gib']):.2f} / {float(row['measured_gib']):.2f}"
-            f" | {float(row['memory_error']):+.1%} | {predicted:.1f} / {measured:.1f}"
+            f" | {float(row['memory_error']):+.1%} | {guess:.1f} / {measured:.1f}"
             f" | {float(row['time_error']):+.1%} |"
         )
     return "\n".join(lines)
 
 
-def write_docs(rows: list[dict[str, Any]], path: Path = DOCS) -> None:
+def write_docs(predicted: list[dict[str, Any]], path: Path = DOCS) -> None:
     text = path.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+    path.write_text(f"{before}{BEGIN}\n{table(predicted)}\n{END}{after}")
 
 
 def predict_all(output: Path, gpu: GpuModel) -> None:
-    with output.open(newline="") as file:
-        rows: list[dict[str, Any]] = list(csv.DictReader(file))
-    for at, row in enumerate(rows):
-        rows[at] = with_prediction(row, gpu)
-        print(*(rows[at][name] for name in FIELDS[3:]), flush=True)
-    with output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
+    predicted = []
+    for row in rows(output):
+        predicted.append(with_prediction(row, gpu))
+        print(*(predicted[-1][name] for name in FIELDS[3:]), flush=True)
+    output.unlink()
+    append(output, *predicted)
     if output == RESULTS:
-        write_docs(rows)
+        write_docs(predicted)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--predict", action="store_true", help="only predict what was measured before")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    predict_only = Flag(False, "only predict what was measured before")
+    arguments = command_line(__doc__, predict=predict_only, output=RESULTS)
     gpu = read_gpu(REFERENCE) if arguments.quick or arguments.predict else measured_gpu(torch.device("cuda"))
     print(f"{gpu.name}: {gpu.matrix_rate / 1e12:.0f} TFLOP/s, {gpu.bandwidth / 1e12:.2f} TB/s", flush=True)
     if arguments.quick:

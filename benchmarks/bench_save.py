@@ -1,20 +1,21 @@
 """The cost of checkpoints: time inside the save calls, and how much slower the loop gets.
 
     python benchmarks/bench_save.py                      # ViT-B-32, 10 million samples, a save every 50 steps
-    python benchmarks/bench_save.py --quick              # a small model, on a CPU too; no row is written
+    python benchmarks/bench_save.py --quick              # a small model, on a CPU too; no row is kept
 
 The job is set up as by `leanclip train`, but repeats one batch on the device. The same number of steps is taken
 without and with saves. Rows go to benchmarks/results/save.csv.
 """
 
-import argparse
 import shutil
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from steps import append_rows, device_name, synchronize
+from evidence.command_line import command_line
+from evidence.measurements import append
+from steps import device_name, synchronize
 
 import leanclip
 from leanclip.checkpointing.checkpoint import Checkpoints, Position
@@ -86,19 +87,11 @@ def measure(values: dict[str, object], steps: int, save_every: int) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="ViT-B-32")
-    parser.add_argument("--loss", default="fastclip-v3")
-    parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--samples", type=int, default=10_000_000)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--results", default=str(RESULTS))
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.model, arguments.batch, arguments.samples = "leanclip-tiny", 16, 1000
-        arguments.steps, arguments.save_every = 4, 2
+    quick = {"model": "leanclip-tiny", "batch": 16, "samples": 1000, "steps": 4, "save_every": 2}
+    arguments = command_line(
+        __doc__, quick=quick, model="ViT-B-32", loss="fastclip-v3", batch=2048, samples=10_000_000, steps=200,
+        save_every=50, output=RESULTS,
+    )  # fmt: skip
     values = {
         "train_data": f"synthetic:{arguments.samples}", "model": arguments.model, "loss": arguments.loss,
         "global_batch_size": arguments.batch, "workers": 0, "lr": 1e-5, "name": "save", "report_to": "none",
@@ -106,8 +99,7 @@ def main() -> None:
     row = {"version": leanclip.__version__, "torch": torch.__version__, "device": device_name()}
     row |= measure(values, arguments.steps, arguments.save_every)
     print("\n".join(f"{field:<18} {value}" for field, value in row.items()))
-    if not arguments.quick:
-        append_rows(Path(arguments.results), [row])
+    append(arguments.output, row)
 
 
 if __name__ == "__main__":

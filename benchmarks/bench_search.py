@@ -8,7 +8,6 @@ The vectors lie in clusters of 100. Times of a query are those after the first: 
 of the machine, and CPU time of all threads, which hardly does. Rows go to results/search.csv.
 """
 
-import argparse
 import json
 import math
 import os
@@ -21,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from steps import append_rows
+from evidence.command_line import Flag, command_line
+from evidence.measurements import append
 from torch.nn.functional import normalize
 
 import leanclip
@@ -101,17 +101,15 @@ def search_rows(count: int, queries: int, directory: Path) -> list[dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--vectors", type=int, default=1_000_000)
-    parser.add_argument("--index", type=Path, help="the directory of the index")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = command_line(
+        __doc__, quick={"vectors": 3000, "queries": 20}, vectors=1_000_000, queries=100,
+        index=Flag(None, "the directory of the index", kind=Path), output=RESULTS,
+    )  # fmt: skip
     torch.set_num_threads(os.cpu_count() or 1)
     with tempfile.TemporaryDirectory() as name:
         directory = arguments.index or Path(name)
         directory.mkdir(parents=True, exist_ok=True)
-        rows = search_rows(3000 if arguments.quick else arguments.vectors, 20 if arguments.quick else 100, directory)
+        rows = search_rows(arguments.vectors, arguments.queries, directory)
     for row in rows:
         shown = (f"{name} {value:,.4g}" if isinstance(value, float) else f"{value}" for name, value in row.items())
         print("  ".join(shown))
@@ -120,9 +118,8 @@ def main() -> None:
     hours = scale * math.log(MANY) / math.log(count) * build["build_cpu_seconds"] / cores / 3600
     print(f"100 million vectors: an index of {scale * build['gib']:,.0f} GiB, in proportion;"
           f" built in {hours:,.1f} hours on {cores} idle cores, if the time grows as n log n")  # fmt: skip
-    if not arguments.quick:
-        facts = {"cores": cores, "version": leanclip.__version__, "date": time.strftime("%Y-%m-%d")}
-        append_rows(arguments.output, [{field: row.get(field, "") for field in FIELDS} | facts for row in rows])
+    facts = {"cores": cores, "version": leanclip.__version__, "date": time.strftime("%Y-%m-%d")}
+    append(arguments.output, *({field: row.get(field, "") for field in FIELDS} | facts for row in rows))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ PyTorch's peak. MFU counts, for all alike, the arithmetic of the captions' own t
 over the rate of a large bf16 matrix product measured in the same run, and over the 989 TFLOP/s of the data sheet.
 """
 
-import argparse
 import datetime
 import gc
 import json
@@ -26,7 +25,9 @@ from typing import Any
 
 import open_clip
 import torch
-from steps import append_rows, device_name, step_context, synchronize
+from evidence.command_line import Flag, command_line
+from evidence.measurements import append
+from steps import device_name, step_context, synchronize
 
 import leanclip
 from leanclip.data import Batch
@@ -234,14 +235,11 @@ def row_of(case: Case, provider: str, device: torch.device, rate: float, seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="*", default=[case.name for case in CASES])
-    parser.add_argument("--provider", nargs="*", default=list(PROVIDERS))
-    parser.add_argument("--seconds", type=float, default=4.0, help="of steps that are timed, for each row")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--plot", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    arguments = command_line(
+        __doc__, quick={"seconds": 0.1, "provider": ["leanclip", "leanclip fastclip-v3", "open_clip"]},
+        case=[case.name for case in CASES], provider=list(PROVIDERS),
+        seconds=Flag(4.0, "of steps that are timed, for each row"), plot=False, output=RESULTS,
+    )  # fmt: skip
     if arguments.plot:
         from plots import draw_step
 
@@ -250,9 +248,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cases = [case for case in CASES if case.name in arguments.case]
     if arguments.quick:
-        cases, arguments.seconds = [Case("tiny", TINY, 16)], 0.1
+        cases = [Case("tiny", TINY, 16)]
         torch.set_num_threads(1)
-        arguments.provider = ["leanclip", "leanclip fastclip-v3", "open_clip"]
     rate = matrix_rate(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     print(f"large matrix product: {rate / 1e12:.1f} TFLOP/s")
     for case in cases:
@@ -270,8 +267,7 @@ def main() -> None:
                 f"  first step {row['first_step_s']} s",
                 flush=True,
             )
-            if not arguments.quick:
-                append_rows(arguments.output, [row])
+            append(arguments.output, row)
 
 
 if __name__ == "__main__":

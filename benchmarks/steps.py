@@ -1,9 +1,4 @@
-"""Shared by the benchmarks of a training step: a step context, a synthetic batch, CSV rows."""
-
-import csv
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+"""Shared by the benchmarks of a training step: a step context, a synthetic batch."""
 
 import torch
 
@@ -60,14 +55,3 @@ def synchronize(device: torch.device) -> None:
 
 def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """All with the same fields, in the order of the file's first line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    first_line = path.read_text().partition("\n")[0].strip() if path.exists() else ""
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, first_line.split(",") if first_line else list(rows[0]), lineterminator="\n")
-        if not first_line:
-            writer.writeheader()
-        writer.writerows(rows)

@@ -50,6 +50,13 @@ class PageState:
     console: list[str]
     requests: list[str]
 
+    def assert_whole(self, width: int, images: int) -> None:
+        """Nothing is broken, too wide or without height, the console is empty, and one file was loaded."""
+        assert (self.console, self.broken, self.images) == ([], [], images)
+        assert self.width <= width, "the page scrolls sideways"
+        assert all(wide > 200 and high > 100 for wide, high in self.charts)
+        assert len(self.requests) == 1, self.requests
+
 
 @contextmanager
 def open_browser(

@@ -40,3 +40,11 @@ def refuses(code: str, *words: str) -> Iterator[None]:
 def refusal_code(stderr: str) -> str:
     """The code at the end of the line that the command line prints: `leanclip: message [code]`."""
     return stderr.strip().splitlines()[-1].rpartition("[")[2].removesuffix("]")
+
+
+def assert_refused(code: str, arguments: Iterable[object], capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The command ends in one line of this code that names `words`."""
+    line = refusal(arguments, capsys)
+    assert refusal_code(line) == code, line
+    assert [word for word in words if str(word) not in line] == [], line
+    return line

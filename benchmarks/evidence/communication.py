@@ -15,7 +15,6 @@ collective, without overlap with computation. The gradients of the parameters, e
 Stored rows are not counted again.
 """
 
-import argparse
 import contextlib
 import multiprocessing
 import sys
@@ -30,6 +29,7 @@ import measurements
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from command_line import Flag, command_line
 from measurements import Table
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -178,7 +178,7 @@ def csv_row(
     }  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Any) -> None:
     stored = measurements.rows(arguments.output)
     known = {(row["provider"], int(row["ranks"]), int(row["per_rank"]), row["how"]) for row in stored}
     dim, per_rank = arguments.dim, arguments.per_rank
@@ -237,23 +237,14 @@ def draw(path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8], help="sizes of real process groups")
-    parser.add_argument("--per-rank", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=32768, help="also this global batch, on 8 ranks and more")
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--output", type=Path, default=measurements.RESULTS / "communication.csv")
-    parser.add_argument("--quick", action="store_true")
-    arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.quick:
-            arguments.output = Path(folder) / "communication.csv"
-            arguments.ranks, arguments.processes, arguments.per_rank = [1, 2, 8], [2], 16
-            arguments.batch, arguments.dim = 64, 32
-        run(arguments)
-        for name, table in tables(arguments.output).items():
-            print(f"{name}\n{table}\n")
+    arguments = command_line(
+        __doc__, argv, quick={"ranks": [1, 2, 8], "processes": [2], "per_rank": 16, "batch": 64, "dim": 32},
+        ranks=[1, 2, 4, 8, 16, 32, 64], processes=Flag([2, 4, 8], "sizes of real process groups"), per_rank=512,
+        batch=Flag(32768, "also this global batch, on 8 ranks and more"), dim=512,
+        output=measurements.RESULTS / "communication.csv",
+    )  # fmt: skip
+    run(arguments)
+    measurements.show(tables(arguments.output))
 
 
 if __name__ == "__main__":

@@ -29,9 +29,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
 import torch
-from line_chart import STYLE
+from line_chart import figure
 from measurements import RESULTS, Table, append, provenance, rows
 from stats import mean_and_deviation
 
@@ -204,8 +203,7 @@ def tables(path: Path) -> dict[str, Table]:
 def draw(path: Path) -> None:
     """What the interpolation of weights keeps and gains."""
     between = [r for r in rows(path) if r["phase"] == "between"]
-    with plt.style.context(STYLE):
-        figure, axes = plt.subplots(figsize=(5, 4))
+    with figure(path.with_suffix(".svg"), figsize=(5, 4)) as (_, axes):
         kept, gained = (
             [100 * float(r[f"{name} text_to_image_recall@10"]) for r in between] for name in ("coco", "flickr")
         )
@@ -216,8 +214,6 @@ def draw(path: Path) -> None:
             xlabel="kept: COCO val, text-to-image recall@10 in %", ylabel="gained: Flickr8k test, likewise",
             title="weights between start (0) and end (1) of fine-tuning",
         )  # fmt: skip
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-        plt.close(figure)
 
 
 def main() -> None:

@@ -9,12 +9,10 @@ and tables: gathered embeddings, matrices, gradients. A cell with a predicted ti
 floor is the arithmetic alone, 8 B^2 d / N operations. Stored rows are not measured again.
 """
 
-import argparse
 import gc
 import itertools
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +23,7 @@ import line_chart
 import measurements
 import torch
 import torch.nn.functional as F
+from command_line import Flag, command_line
 from measurements import Table
 
 RATE = 769e12  # operations/s of a large bf16 product on an H200
@@ -103,7 +102,7 @@ def measure_cell(provider: str, batch: int, ranks: int, dim: int, cap: float, re
         free_memory()
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Any) -> None:
     warm = torch.ones(256, 256, device="cuda" if torch.cuda.is_available() else "cpu")
     _ = warm @ warm  # allocates the library's workspace
     stored = {(row["provider"], int(row["batch"]), int(row["ranks"])) for row in measurements.rows(arguments.output)}
@@ -160,23 +159,16 @@ def draw(path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--providers", nargs="+", default=list(SLOWER), choices=list(SLOWER))
-    parser.add_argument("--batches", nargs="+", type=int, default=[2**power for power in (13, 15, 16, 17, 18, 20)])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 8, 64])
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--cap", type=float, default=20.0, help="seconds; a longer cell is not run")
-    parser.add_argument("--repeats", type=int, default=20, help="at most; fewer if they take over a second")
-    parser.add_argument("--output", type=Path, default=measurements.RESULTS / "loss_over_ranks.csv")
-    parser.add_argument("--quick", action="store_true")
-    arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.quick:
-            arguments.output = Path(folder) / "loss_over_ranks.csv"
-            arguments.batches, arguments.ranks, arguments.dim, arguments.repeats = [256], [1, 4], 32, 2
-        run(arguments)
-        for name, table in tables(arguments.output).items():
-            print(f"{name}\n{table}\n")
+    arguments = command_line(
+        __doc__, argv, quick={"batches": [256], "ranks": [1, 4], "dim": 32, "repeats": 2},
+        providers=Flag(list(SLOWER), choices=list(SLOWER)),
+        batches=[2**power for power in (13, 15, 16, 17, 18, 20)], ranks=[1, 8, 64], dim=512,
+        cap=Flag(20.0, "seconds; a longer cell is not run"),
+        repeats=Flag(20, "at most; fewer if they take over a second"),
+        output=measurements.RESULTS / "loss_over_ranks.csv",
+    )  # fmt: skip
+    run(arguments)
+    measurements.show(tables(arguments.output))
 
 
 if __name__ == "__main__":

@@ -38,15 +38,15 @@ class Table:
         raise KeyError(f"no cell {', '.join(address)} in the table of {', '.join(self.columns)}")
 
 
-def append(path: Path, row: Mapping[str, Any]) -> None:
-    """Adds one row, and the header before the first. An unknown column is an error."""
+def append(path: Path, *new: Mapping[str, Any]) -> None:
+    """Adds rows, and the header before the first. An unknown column is an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     stored = rows(path)
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(stored[0] if stored else row), lineterminator="\n")
+        writer = csv.DictWriter(file, list((stored or new)[0]), lineterminator="\n")
         if not stored:
             writer.writeheader()
-        writer.writerow(row)
+        writer.writerows(new)
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -55,6 +55,11 @@ def rows(path: Path) -> list[dict[str, str]]:
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def show(tables: Mapping[str, Table]) -> None:
+    for name, table in tables.items():
+        print(f"{name}\n{table}\n")
 
 
 def provenance() -> dict[str, str]:

@@ -10,12 +10,10 @@ sent are those of the wire. Predictions come from the planner's model of network
 rows are not measured again.
 """
 
-import argparse
 import itertools
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,6 +25,7 @@ import line_chart
 import measurements
 import torch
 import torch.distributed as dist
+from command_line import INTERNAL, Flag, command_line
 from communication import Call
 from measurements import Table
 from network_hosts import WIRE, Host, connected_hosts, output_of_first
@@ -41,7 +40,7 @@ PROVIDERS = {name: communication.PROVIDERS[name] for name in ("leanclip fastclip
 LARGE = 1e6  # bytes: what is sent in less time than a busy machine needs to wake a process is not compared
 
 
-def repeat_calls(rank: int, ranks: int, arguments: argparse.Namespace) -> None:
+def repeat_calls(rank: int, ranks: int, arguments: Any) -> None:
     """One process of the group. The first prints the milliseconds of all repeats and the bytes sent, call by call."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{arguments.address}:{PORT}", rank=rank, world_size=ranks)
@@ -75,7 +74,7 @@ def predicted(call: Call, ranks: int) -> float:
     return 1e3 * (NETWORK.gather if call.kind == "gathered" else NETWORK.sum)(call.bytes, ranks)
 
 
-def measure(provider: str, hosts: list[Host], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(provider: str, hosts: list[Host], arguments: Any) -> Iterator[dict[str, Any]]:
     """A row for each collective of a step."""
     ranks, share, dim = len(hosts), arguments.per_rank, arguments.dim
     calls = communication.count_alone(provider, ranks, share, dim, torch.float32)
@@ -94,7 +93,7 @@ def measure(provider: str, hosts: list[Host], arguments: argparse.Namespace) -> 
         }  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Any) -> None:
     stored = {(row["provider"], int(row["processes"])) for row in measurements.rows(arguments.output)}
     with connected_hosts(max(arguments.processes)) as hosts:
         for host in hosts:
@@ -159,25 +158,15 @@ def draw(path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", nargs="+", type=int, default=[2, 3, 4])
-    parser.add_argument("--per-rank", type=int, default=2048)
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--output", type=Path, default=measurements.RESULTS / "network_time.csv")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rank", nargs=2, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--calls", help=argparse.SUPPRESS)
-    parser.add_argument("--address", help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    if arguments.rank is not None:
+    arguments = command_line(
+        __doc__, argv, quick={"processes": [2], "per_rank": 64, "dim": 32, "repeats": 2}, processes=[2, 3, 4],
+        per_rank=2048, dim=512, repeats=25, output=measurements.RESULTS / "network_time.csv",
+        rank=Flag([], INTERNAL, kind=int), calls=Flag("", INTERNAL), address=Flag("", INTERNAL),
+    )  # fmt: skip
+    if arguments.rank:
         rank, ranks = arguments.rank
         repeat_calls(rank, ranks, arguments)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.quick:
-            arguments.output = Path(folder) / "network_time.csv"
-            arguments.processes, arguments.per_rank, arguments.dim, arguments.repeats = [2], 64, 32, 2
+    else:
         run(arguments)
 
 

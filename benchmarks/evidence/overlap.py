@@ -10,7 +10,6 @@ collective of a step. Without a GPU every process is in a network namespace whos
 rows are not measured again.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -22,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import line_chart
-import matplotlib.pyplot as plt
 import measurements
+from command_line import INTERNAL, Flag, command_line
 from measurements import Table
 from network_hosts import WIRE, Host, connected_hosts, output_of_first
 from network_time import MEGABITS
@@ -41,7 +40,7 @@ PORT = 29500
 LOCAL = "one machine"
 
 
-def profile_process(arguments: argparse.Namespace) -> None:
+def profile_process(arguments: Any) -> None:
     """One process, of torchrun's variables. The first prints the result."""
     with tempfile.TemporaryDirectory() as logs:
         batch = arguments.per_process * int(os.environ["WORLD_SIZE"])
@@ -63,7 +62,7 @@ def profile_process(arguments: argparse.Namespace) -> None:
                 print(json.dumps([result.steps, 1e3 * result.step, times, collectives]), flush=True)
 
 
-def measure(loss: str, hosts: list[Host | None], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(loss: str, hosts: list[Host | None], arguments: Any) -> Iterator[dict[str, Any]]:
     """A row for each collective of a step."""
     command = [sys.executable, __file__, "--losses", loss, "--one"]
     for name in ("device", "model", "per_process", "workers", "steps"):
@@ -88,7 +87,7 @@ def measure(loss: str, hosts: list[Host | None], arguments: argparse.Namespace) 
         }  # fmt: skip
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Any) -> None:
     network = f"{MEGABITS} Mbit/s" if arguments.hosts else LOCAL
     stored = {
         (row["loss"], int(row["processes"]), row["network"], row["model"])
@@ -135,8 +134,8 @@ def draw(path: Path) -> None:
     runs = _runs(path)
     labels = [f"{model}, {network}, {processes} x {loss}" for model, network, processes, loss in runs]
     left = [0.0] * len(runs)
-    with plt.style.context(line_chart.STYLE):
-        figure, axes = plt.subplots(figsize=(10, 1.5 + 0.45 * len(runs)))
+    size = (10, 1.5 + 0.45 * len(runs))
+    with line_chart.figure(path.with_suffix(".svg"), figsize=size) as (figure, axes):
         for part, name in PARTS.items():
             shares = [100 * float(row[f"{part}_ms"]) / float(row["step_ms"]) for row in runs.values()]
             axes.barh(labels, shares, left=left, label=name)
@@ -146,34 +145,21 @@ def draw(path: Path) -> None:
         axes.set(xlabel="% of a step", xlim=(0, 100))
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
         figure.suptitle("Where the time of a step of leanclip goes", x=0.01, ha="left")
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-        plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--losses", nargs="+", default=["infonce", "fastclip-v3"])
-    parser.add_argument("--processes", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--model", default=str(Path(__file__).with_name("small_vit.json")))
-    parser.add_argument("--per-process", type=int, default=64)
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--output", type=Path, default=measurements.RESULTS / "overlap.csv")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
+    small_vit = str(Path(__file__).with_name("small_vit.json"))
+    arguments = command_line(
+        __doc__, argv, quick={"model": "leanclip-tiny", "processes": [2], "per_process": 8, "steps": 2},
+        losses=["infonce", "fastclip-v3"], processes=[2, 4], device="cpu", model=small_vit, per_process=64, workers=0,
+        steps=10, output=measurements.RESULTS / "overlap.csv", one=Flag(False, INTERNAL),
+    )  # fmt: skip
     arguments.hosts = arguments.device == "cpu" and not arguments.quick
     if arguments.one:
         profile_process(arguments)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.quick:
-            arguments.output, arguments.model = Path(folder) / "overlap.csv", "leanclip-tiny"
-            arguments.processes, arguments.per_process, arguments.steps = [2], 8, 2
-        run(arguments)
-        for table in tables(arguments.output).values():
-            print(f"{table}\n")
+    run(arguments)
+    measurements.show(tables(arguments.output))
 
 
 if __name__ == "__main__":

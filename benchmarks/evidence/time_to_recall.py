@@ -19,7 +19,6 @@ before training, counts as start-up as far as it takes longer than the median on
 again. time_to_recall_report.py makes the tables.
 """
 
-import argparse
 import glob
 import io
 import json
@@ -42,6 +41,7 @@ import measurements
 import photo_dataset
 import time_to_recall_report
 import torch
+from command_line import Flag, command_line, temporary_folder
 from PIL import Image
 
 from leanclip.data.datasets import BUNDLED
@@ -84,7 +84,7 @@ def write_shard(path: Path, samples: list[tuple[bytes, str]]) -> None:
                 archive.addfile(member, io.BytesIO(content))
 
 
-def write_data(folder: Path, arguments: argparse.Namespace) -> int:
+def write_data(folder: Path, arguments: Any) -> int:
     """Writes shards in random order, as many for each worker: open_clip shuffles inside those that a worker reads.
     Returns the number of training samples."""
     size = json.loads(arguments.model.read_text())["vision_cfg"]["image_size"]
@@ -100,7 +100,7 @@ def write_data(folder: Path, arguments: argparse.Namespace) -> int:
     return len(train)
 
 
-def flags(trial: Trial, arguments: argparse.Namespace, samples: int) -> list[str]:
+def flags(trial: Trial, arguments: Any, samples: int) -> list[str]:
     """For a process in the folder of the shards."""
     cuda, ours = torch.cuda.is_available(), trial.trainer == "leanclip"
     epochs = (ours and arguments.leanclip_epochs) or arguments.epochs
@@ -123,7 +123,7 @@ def flags(trial: Trial, arguments: argparse.Namespace, samples: int) -> list[str
     return [word for name, value in (common | special).items() for word in (f"--{name}", str(value))] + switches
 
 
-def run(trial: Trial, arguments: argparse.Namespace, samples: int, folder: Path) -> list[dict[str, Any]]:
+def run(trial: Trial, arguments: Any, samples: int, folder: Path) -> list[dict[str, Any]]:
     """One run in a process of its own; a row for each epoch."""
     for name in ("logs", "caches", "events"):
         path = folder / name
@@ -181,7 +181,7 @@ def import_once() -> None:
         subprocess.run([sys.executable, "-c", f"import {modules}"], env=environment, capture_output=True, check=False)
 
 
-def measure(arguments: argparse.Namespace) -> None:
+def measure(arguments: Any) -> None:
     lines = [("open_clip", "infonce"), *(("leanclip", loss) for loss in arguments.losses)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -206,38 +206,30 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", nargs="+", help="patterns of tar files: .jpg with .txt, or captions in .json")
-    parser.add_argument("--val", nargs="+", help="likewise; the first caption of an image counts")
-    parser.add_argument("--model", type=Path, default=photo_dataset.MODEL, help="in open_clip's format")
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--lr", type=float, nargs="+", default=[2.5e-4, 5e-4, 1e-3], help="tried by both trainers")
-    parser.add_argument("--losses", nargs="+", default=["infonce", "fastclip-v3"], help="of leanclip")
-    parser.add_argument("--leanclip-epochs", type=int, help="if they differ from --epochs")
-    parser.add_argument("--wd", type=float, default=0.1)
-    parser.add_argument("--crop", type=float, default=0.5, help="smallest share of an image that a random crop keeps")
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--samples", type=int, help="at most")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--output", type=Path, default=measurements.RESULTS / "wall_clock.csv")
-    parser.add_argument("--quick", action="store_true")
-    arguments = parser.parse_args(argv)
-    if not arguments.quick and not (arguments.train and arguments.val):
-        parser.error("--train and --val are needed; see --help")
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.quick:
-            arguments.model, arguments.output = Path(folder) / "tiny.json", Path(folder) / "wall_clock.csv"
-            arguments.model.write_text(json.dumps(TINY))
-            arguments.train, arguments.val = [str(BUNDLED / "train-*.tar")], [str(BUNDLED / "val-*.tar")]
-            arguments.batch, arguments.epochs, arguments.lr, arguments.losses = 64, 2, [1e-3], ["infonce"]
-            arguments.workers, arguments.samples, arguments.compile, arguments.seeds = 1, 256, False, [0]
-        else:
-            import_once()
-        measure(arguments)
-        for name, table in time_to_recall_report.tables(arguments.output).items():
-            print(f"{name}\n{table}\n")
+    folder = temporary_folder()
+    quick = {
+        "model": folder / "tiny.json", "train": [str(BUNDLED / "train-*.tar")], "val": [str(BUNDLED / "val-*.tar")],
+        "batch": 64, "epochs": 2, "lr": [1e-3], "losses": ["infonce"], "workers": 1, "samples": 256, "compile": False,
+        "seeds": [0],
+    }  # fmt: skip
+    arguments = command_line(
+        __doc__, argv, quick=quick, train=Flag([], "patterns of tar files: .jpg with .txt, or captions in .json"),
+        val=Flag([], "likewise; the first caption of an image counts"),
+        model=Flag(photo_dataset.MODEL, "in open_clip's format"), batch=128, epochs=8,
+        lr=Flag([2.5e-4, 5e-4, 1e-3], "tried by both trainers"),
+        losses=Flag(["infonce", "fastclip-v3"], "of leanclip"),
+        leanclip_epochs=Flag(None, "if they differ from --epochs", kind=int), wd=0.1,
+        crop=Flag(0.5, "smallest share of an image that a random crop keeps"), workers=16, seeds=[0, 1, 2],
+        samples=Flag(None, "at most", kind=int), compile=True, output=measurements.RESULTS / "wall_clock.csv",
+    )  # fmt: skip
+    if not (arguments.train and arguments.val):
+        sys.exit("--train and --val are needed; see --help")
+    if arguments.quick:
+        arguments.model.write_text(json.dumps(TINY))
+    else:
+        import_once()
+    measure(arguments)
+    measurements.show(time_to_recall_report.tables(arguments.output))
 
 
 if __name__ == "__main__":

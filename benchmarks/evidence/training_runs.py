@@ -5,12 +5,10 @@ the device. Runs with the same seed start from the same weights and see the same
 whatever their loss.
 """
 
-import argparse
 import functools
 import hashlib
 import json
 import multiprocessing
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -20,6 +18,7 @@ from typing import Any
 
 import measurements
 import torch
+from command_line import Flag, command_line, temporary_folder
 from photo_dataset import MODEL, CaptionedImages, PhotoDataset
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,8 +29,7 @@ from leanclip.data.datasets import BUNDLED
 from leanclip.evaluation import retrieval_metrics
 from leanclip.losses.registry import SPECS
 from leanclip.models import ModelConfig, TwoTower, create_model
-from leanclip.optim import OptimConfig, create_optimizer, set_learning_rate, weight_decay_groups
-from leanclip.optim.schedule import learning_rate
+from leanclip.optim import OptimConfig, create_optimizer, scheduled, set_learning_rate, weight_decay_groups
 from leanclip.training.cuda_graph import CudaGraphs
 from leanclip.training.model_setup import cuda_graph_pays
 from leanclip.training.step import training_step
@@ -144,12 +142,12 @@ def train(
     count = len(place.data.train.images)
     per_epoch, total = max(1, count // run.batch), max(1, run.epochs * count // run.batch)
     evaluate_at = {round(total * number / POINTS) for number in range(1, POINTS + 1)}
-    warmup = max(1, round(RECIPE["warmup"] * total))
+    schedule = OptimConfig(lr=run.lr, warmup=max(1, round(RECIPE["warmup"] * total)))
     skipped, loss_sum = 0, torch.zeros((), device=place.device)
     last, seconds, began = 0, 0.0, time.perf_counter()
     for step in range(1, total + 1):
         context.loss.set_epoch((step - 1) / per_epoch, run.epochs)
-        rate = learning_rate(step - 1, steps=total, warmup=warmup, peak=run.lr)
+        rate = scheduled(schedule, step - 1, steps=total, steps_per_epoch=1)
         set_learning_rate(context.optimizer, rate, peak=run.lr)
         result = training_step(context, next(stream))
         loss_sum += result.loss.nan_to_num()
@@ -306,17 +304,15 @@ class RunStore:
 
 
 def store_from_command_line(description: str | None) -> RunStore:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--photos", type=Path, help="the folder written by photo_dataset.py")
-    parser.add_argument("--processes", type=int, default=8, help="runs at the same time")
-    parser.add_argument("--results", type=Path, default=measurements.RESULTS, help="the folder of the CSV files")
-    parser.add_argument("--quick", action="store_true", help="emoji, a tiny model, two steps; nothing is kept")
-    arguments = parser.parse_args()
+    arguments = command_line(
+        description, photos=Flag(None, "the folder written by photo_dataset.py", kind=Path),
+        processes=Flag(8, "runs at the same time"), results=Flag(measurements.RESULTS, "the folder of the CSV files"),
+    )  # fmt: skip
     if arguments.quick:
-        folder = Path(tempfile.mkdtemp())
+        folder = temporary_folder()
         config = folder / "tiny.json"
         config.write_text(json.dumps(TINY))
         return RunStore(folder, BUNDLED, steps=2, config=config)
     if arguments.photos is None:
-        parser.error("--photos FOLDER is missing; write it with photo_dataset.py")
+        raise SystemExit("--photos FOLDER is missing; write it with photo_dataset.py")
     return RunStore(arguments.results, arguments.photos, arguments.processes)

@@ -44,6 +44,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +95,7 @@ LEFT_OUT = "coco-train-000012.tar"
 SEARCH_SETS, TEST_SETS = ("flickr-val-000000.tar", LEFT_OUT), ("flickr-test-000000.tar", "coco-val-000000.tar")
 SHARDS = ("flickr-train-{000000..000002}.tar", "coco-train-{000000..000013}.tar")
 SET_SIZE, BY_HEART = 1000, 1000
+FROM_SCRATCH = "scratch"  # a part that needs no features of towers
 DIRECTIONS = ("text_to_image_recall@10", "image_to_text_recall@10")
 
 
@@ -135,26 +137,37 @@ def run(trial: Trial, inputs: Inputs) -> dict[str, Any]:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         excluded = left_out(trial, inputs)
-        settings = inputs.settings(trial)
-        if len(excluded):
-            listed = Path(folder) / "excluded.txt"
-            listed.write_text("".join(f"id:{index}\n" for index in excluded))
-            settings["exclude"] = str(listed)
-        trained = leanclip.train(**settings, name="run", logs=folder, report_to="none", quiet=True)
+        settings = inputs.settings(trial) | common_settings(Path(folder), excluded)
+        trained = leanclip.train(**settings, name="run")
         seconds = time.perf_counter() - begin
         model, results = trained.model.to(device()), {}
         searching = trial.phase != "compare"
         for name in SEARCH_SETS if searching else TEST_SETS:
             results |= {f"{name.split('-')[0]} {d[:13]}": v for d, v in recalls(model, inputs.data / name)}
         by_heart = "" if searching or trial.exchanged != 0.2 else f"{recall_by_heart(model, trial, inputs):.4f}"
-        fits = [record["on"] for record in trained.metrics if record.get("kind") == "pair_weights"]
         detected = detection(trained.checkpoint, trial, excluded)
     return {
         **trial._asdict(), **{name: f"{value:.4f}" for name, value in results.items()},
         "mean": f"{statistics.fmean(results.values()):.4f}", "tau_end": f"{model.temperature():.4f}", **detected,
-        "fits_on": f"{sum(fits)} of {len(fits)}" if fits else "", "by_heart": by_heart, "seconds": f"{seconds:.0f}",
+        "fits_on": pair_fits(trained), "by_heart": by_heart, "seconds": f"{seconds:.0f}",
         **provenance(),
     }  # fmt: skip
+
+
+def common_settings(folder: Path, excluded: np.ndarray) -> dict[str, Any]:
+    """Of a run in a folder of its own that does without these ids."""
+    settings: dict[str, Any] = {"logs": str(folder), "report_to": "none", "quiet": True}
+    if len(excluded):
+        listed = folder / "excluded.txt"
+        listed.write_text("".join(f"id:{index}\n" for index in excluded))
+        settings["exclude"] = str(listed)
+    return settings
+
+
+def pair_fits(trained: leanclip.TrainedRun) -> str:
+    """How many fits of the pair weights switched them on."""
+    fits = [record["on"] for record in trained.metrics if record.get("kind") == "pair_weights"]
+    return f"{sum(fits)} of {len(fits)}" if fits else ""
 
 
 def device() -> torch.device:
@@ -379,31 +392,46 @@ def fill_cache(inputs: Inputs) -> None:
         trial = Trial("search", "v1", "linear", 1e-3, 0.05, 0.0, 128, SEARCH_SEED)
         workers = 12 if torch.cuda.is_available() else 0
         settings = inputs.settings(trial) | {"max_steps": 20, "warmup": 1, "workers": workers, "name": "run"}
-        model = leanclip.train(**settings, logs=folder, report_to="none", quiet=True).model.to(device())
+        settings |= common_settings(Path(folder), np.empty(0))
+        model = leanclip.train(**settings).model.to(device())
         for name in (*SEARCH_SETS, *TEST_SETS):
             recalls(model, inputs.data / name)
     print(f"features: {time.perf_counter() - begin:.0f} s", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_study(
+    description: str | None,
+    flag: str,
+    due: Mapping[str, Callable[[], list[Any]]],
+    run: Callable[[Any, Inputs], dict[str, Any]],
+    file: Path,
+    *,
+    processes: int,
+) -> None:
+    """The command of a study. `flag` chooses its parts; `due` gives the trials that each of them can run now."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs=3, metavar=("DATA", "IMAGE_WEIGHTS", "TEXT_DIRECTORY"))
-    parser.add_argument(
-        "--phase", nargs="+", required=True, choices=("search", "primaries", "stairs", "batches", "losses")
-    )
-    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument(flag, dest="parts", nargs="+", required=True, choices=tuple(due))
+    parser.add_argument("--processes", type=int, default=processes)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time")
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
     inputs = Inputs(Path(options.inputs[0]), *options.inputs[1:])
-    fill_cache(inputs)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
-        for phase in options.phase:
-            run_all(
-                lambda phase=phase: due(phase, stored()), lambda trial: pool.submit(run, trial, inputs), FILE, until
-            )
-            print(f"{phase}: {len(stored())} rows, {len(due(phase, stored()))} trials left", flush=True)
+    if options.parts != [FROM_SCRATCH]:
+        fill_cache(inputs)
+    with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for part in options.parts:
+            run_all(due[part], lambda trial: pool.submit(run, trial, inputs), file, until)
+            print(f"{part}: {len(rows(file))} rows, {len(due[part]())} trials left", flush=True)
+
+
+def main() -> None:
+    phases = {name: partial(due_now, name) for name in ("search", "primaries", "stairs", "batches", "losses")}
+    run_study(__doc__, "--phase", phases, run, FILE, processes=14)
+
+
+def due_now(phase: str) -> list[Trial]:
+    return due(phase, stored())
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
-from line_chart import STYLE
+from line_chart import figure
 from measurements import Table
 from stats import paired, percent
 from wrong_captions import BATCH_ARMS, SHARES, STAIRS, stored
@@ -86,10 +85,9 @@ def draw(path: Path) -> None:
     """The stairs over the share of wrong captions and, where they were run, the arms over the batch."""
     cells = compared(path)
     batches = len({batch for _, batch, _ in cells}) > 1
-    with plt.style.context(STYLE):
-        figure, all_axes = plt.subplots(
-            1, 3 if batches else 1, figsize=(12 if batches else 6, 3.8), sharey=True, squeeze=False
-        )
+    columns, size = (3, (12, 3.8)) if batches else (1, (6, 3.8))
+    target = path.with_suffix(".svg")
+    with figure(target, 1, columns, figsize=size, sharey=True, squeeze=False) as (_, all_axes):
         stairs, *over_batches = all_axes[0]
         for arm in STAIRS:
             _line(
@@ -107,8 +105,6 @@ def draw(path: Path) -> None:
             title="leanclip train, frozen towers, batch 128",
         )
         stairs.legend(fontsize="small")
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-        plt.close(figure)
 
 
 def _line(axes: Any, points: Sequence[tuple[float, Mapping[int, Mapping[str, str]]]], label: str) -> None:

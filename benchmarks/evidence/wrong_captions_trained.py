@@ -13,14 +13,11 @@ The rate of each arm, start and share is chosen with seed 101 on the search's se
     python benchmarks/evidence/wrong_captions_trained.py DATA IMAGE_WEIGHTS TEXT_DIRECTORY --start towers scratch
 """
 
-import argparse
 import itertools
-import math
-import multiprocessing
 import statistics
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,15 +25,24 @@ import torch
 import wrong_captions
 from measurements import RESULTS, provenance, rows
 from photo_dataset import MODEL
-from wrong_captions import AUG_SCALE, DIRECTIONS, PRECISION, SEARCH_SEED, SEARCH_SETS, TEST_SETS, Inputs
+from wrong_captions import (
+    AUG_SCALE,
+    DIRECTIONS,
+    FROM_SCRATCH,
+    PRECISION,
+    SEARCH_SEED,
+    SEARCH_SETS,
+    TEST_SETS,
+    Inputs,
+)
 
 import leanclip
 from leanclip.evaluation_run import EvaluationConfig
 
 FILE = RESULTS / "wrong_captions_trained.csv"
 ARMS, SHARES, SEEDS = ("infonce", "v1", "v3", "v1-auto"), (0.2, 0.0), range(301, 306)
-RATES = {"towers": (1e-5, 3e-5, 1e-4), "scratch": (2.5e-4, 5e-4, 1e-3)}
-FROM_SCRATCH: dict[str, dict[str, Any]] = {
+RATES = {"towers": (1e-5, 3e-5, 1e-4), FROM_SCRATCH: (2.5e-4, 5e-4, 1e-3)}
+SCRATCH_SETTINGS: dict[str, dict[str, Any]] = {
     "infonce": {"tau": 0.03}, "v1": {"tau": 0.05}, "v1-auto": {"tau": 0.05}, "v3": {"rho": 6.5, "lr_tau": 1e-4},
 }  # fmt: skip
 
@@ -62,9 +68,9 @@ def last_stage(trial: Trial, first: dict[str, Any], inputs: Inputs) -> leanclip.
         "precision": PRECISION, "aug_scale": AUG_SCALE, "save_every": 10**6, "log_every": 1000, "compile": "off",
         "workers": 2, "discard_start": True, "pair_weights": "off", **wrong_captions.ARMS[trial.arm], **first,
     }  # fmt: skip
-    if trial.start == "scratch":
+    if trial.start == FROM_SCRATCH:
         settings |= {"model": str(MODEL), "epochs": 32, "global_batch_size": 128, "wd": 0.1, "eps_opt": 1e-8}
-        return leanclip.train(**settings | FROM_SCRATCH[trial.arm], name="run")
+        return leanclip.train(**settings | SCRATCH_SETTINGS[trial.arm], name="run")
     heads = leanclip.train(**inputs.settings(trial.projections()) | first, name="heads")
     return leanclip.train(**settings, recipe="finetune", pretrained=str(heads.directory), name="run")
 
@@ -76,12 +82,7 @@ def run(trial: Trial, inputs: Inputs) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         projections = trial.projections()
         excluded = wrong_captions.left_out(projections, inputs)
-        first: dict[str, Any] = {"logs": folder, "report_to": "none", "quiet": True}
-        if len(excluded):
-            listed = Path(folder) / "excluded.txt"
-            listed.write_text("".join(f"id:{index}\n" for index in excluded))
-            first["exclude"] = str(listed)
-        trained = last_stage(trial, first, inputs)
+        trained = last_stage(trial, wrong_captions.common_settings(Path(folder), excluded), inputs)
         seconds = time.perf_counter() - begin
         sets = tuple(str(inputs.data / name) for name in (SEARCH_SETS if searching else TEST_SETS))
         results = leanclip.evaluate(trained, EvaluationConfig(val_data=sets, after_only=True))
@@ -90,12 +91,11 @@ def run(trial: Trial, inputs: Inputs) -> dict[str, Any]:
             for name, result in zip(("flickr", "coco"), results, strict=True)
             for direction in DIRECTIONS
         }
-        fits = [record["on"] for record in trained.metrics if record.get("kind") == "pair_weights"]
         detected = wrong_captions.detection(trained.checkpoint, projections, excluded)
     return {
         **trial._asdict(), **{name: f"{value:.4f}" for name, value in found.items()},
         "mean": f"{statistics.fmean(found.values()):.4f}", **detected,
-        "fits_on": f"{sum(fits)} of {len(fits)}" if fits else "", "seconds": f"{seconds:.0f}", **provenance(),
+        "fits_on": wrong_captions.pair_fits(trained), "seconds": f"{seconds:.0f}", **provenance(),
     }  # fmt: skip
 
 
@@ -119,22 +119,8 @@ def due(start: str) -> list[Trial]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", nargs=3, metavar=("DATA", "IMAGE_WEIGHTS", "TEXT_DIRECTORY"))
-    parser.add_argument("--start", nargs="+", required=True, choices=tuple(RATES))
-    parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time")
-    options = parser.parse_args()
-    until = time.monotonic() + options.seconds
-    inputs = Inputs(Path(options.inputs[0]), *options.inputs[1:])
-    if "towers" in options.start:
-        wrong_captions.fill_cache(inputs)
-    with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for start in options.start:
-            wrong_captions.run_all(
-                lambda start=start: due(start), lambda trial: pool.submit(run, trial, inputs), FILE, until
-            )
-            print(f"{start}: {len(stored())} rows, {len(due(start))} trials left", flush=True)
+    starts = {start: partial(due, start) for start in RATES}
+    wrong_captions.run_study(__doc__, "--start", starts, run, FILE, processes=8)
 
 
 if __name__ == "__main__":

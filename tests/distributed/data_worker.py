@@ -3,19 +3,15 @@
 import contextlib
 import hashlib
 import json
-from pathlib import Path
 
 import torch
-from resume_worker import Killed, KilledAfter
+from resume_worker import Killed, KilledAfter, begin
 from rich.console import Console
 from training_worker import vit_file
 
-from leanclip.config import override
 from leanclip.errors import UserError
-from leanclip.runs import RunDirectory, TrainConfig
-from leanclip.training import set_up, train
+from leanclip.training import train
 from leanclip.training.loop import _Trainer
-from leanclip.training_run import prepare
 
 
 def train_on_shards(ranks, folder, pattern, logs, stop, resume=False, workers=0, max_broken=1.0):
@@ -28,9 +24,7 @@ def train_on_shards(ranks, folder, pattern, logs, stop, resume=False, workers=0,
     }  # fmt: skip
     if resume:
         values["resume"] = "latest"
-    job = set_up(override(TrainConfig(), values, "test"))
-    directory = RunDirectory(Path(logs) / "run")
-    job.context.ranks.broadcast_from_first(lambda: prepare(job, directory))
+    job, directory = begin(values)
     seen = {}
     take_step = _Trainer.take_step
 

@@ -236,13 +236,11 @@ def compare(found, expected, *, exact, tolerance=1e-8):
     assert found.tensors.keys() == expected.tensors.keys()
     if exact:
         assert found.metrics == expected.metrics
-        for name, value in expected.tensors.items():
-            assert torch.equal(found.tensors[name], value), name
+        torch.testing.assert_close(found.tensors, expected.tensors, rtol=0, atol=0)
         return
     for line, other in zip(found.metrics, expected.metrics, strict=True):
         if line["kind"] != "train":
             continue
         assert abs(line["loss"] - other["loss"]) <= tolerance * max(1.0, abs(other["loss"])), (line, other)
     if tolerance < 1e-7:
-        for name, value in expected.tensors.items():
-            assert torch.allclose(found.tensors[name], value, rtol=tolerance, atol=tolerance), name
+        torch.testing.assert_close(found.tensors, expected.tensors, rtol=tolerance, atol=tolerance)

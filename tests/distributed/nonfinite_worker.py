@@ -6,21 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from resume_worker import begin
 from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 from training_worker import vit_file
 
-from leanclip.config import override
 from leanclip.data import TrainingLoader
 from leanclip.data.datasets import BUNDLED
 from leanclip.distributed import full_tensor
 from leanclip.progress import ACTIVITY, Activity
-from leanclip.runs import RunDirectory, TrainConfig
-from leanclip.runs.config import ParallelConfig
 from leanclip.runs.stopping import Stopping
-from leanclip.training import loop, set_up, train
+from leanclip.training import loop, train
 from leanclip.training.nonfinite import NotFiniteError
-from leanclip.training_run import prepare
 
 
 def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, stop_at=None, **settings):
@@ -36,10 +33,7 @@ def poisoned_run(ranks, folder, bad, *, on=0, fsdp=False, times=9, stop_at=None,
         "logs": str(Path(folder) / "logs"), "name": "run", "log_every": 1, "eval_every": 0, "warmup": 0, "lr": 1e-3,
         "max_bad_steps": 2, "report_to": "none",
     }  # fmt: skip
-    config = override(TrainConfig(parallel=ParallelConfig(fsdp=fsdp)), values | settings, "test")
-    job = set_up(config)
-    directory = RunDirectory(Path(job.config.run.logs) / "run")
-    job.context.ranks.broadcast_from_first(lambda: prepare(job, directory))
+    job, directory = begin(values | settings, fsdp=fsdp)
     seen = dict.fromkeys(bad, 0)
     honest = TrainingLoader.epoch
 

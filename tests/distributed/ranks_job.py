@@ -53,7 +53,7 @@ def _one(call, rank, size, rendezvous, folder, *arguments):
 
 
 def processes_where(field, value):
-    """Live processes by a field of /proc/PID/stat: 1 is the parent, 3 the session."""
+    """Live processes by a field of /proc/PID/stat: 1 is the parent, 2 the group, 3 the session."""
     pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -33,6 +33,14 @@ class KilledAfter(Stopping):
             raise Killed
 
 
+def begin(values, **parallel):
+    """The job of a run with these settings and its directory, which the first rank has prepared."""
+    job = set_up(override(TrainConfig(parallel=ParallelConfig(**parallel)), values, "test"))
+    directory = RunDirectory(Path(job.config.run.logs) / "run")
+    job.context.ranks.broadcast_from_first(lambda: prepare(job, directory))
+    return job, directory
+
+
 def train_part(ranks, folder, logs, stop, resume=False, parallel=None):
     vit = vit_file(folder, text={"context_length": 77, "vocab_size": 49408})
     values = {
@@ -43,10 +51,7 @@ def train_part(ranks, folder, logs, stop, resume=False, parallel=None):
     }  # fmt: skip
     if resume:
         values["resume"] = "latest"
-    config = override(TrainConfig(parallel=ParallelConfig(**(parallel or {}))), values, "test")
-    job = set_up(config)
-    directory = RunDirectory(Path(job.config.run.logs) / "run")
-    job.context.ranks.broadcast_from_first(lambda: prepare(job, directory))
+    job, directory = begin(values, **(parallel or {}))
     with contextlib.suppress(Killed):
         train(job, directory, Console(quiet=True), stop=KilledAfter(stop))
     return {}

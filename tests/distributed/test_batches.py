@@ -10,6 +10,7 @@ from ranks_job import run_ranks
 from shard_files import sound, write_shard
 
 from leanclip.distributed import Ranks
+from run_records import records
 
 STEPS = 9  # three epochs of three
 
@@ -32,8 +33,7 @@ def joined_steps(results):
 
 
 def broken(logs):
-    lines = [json.loads(line) for line in (Path(logs) / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [line.get("broken_image", 0) for line in lines if line["kind"] == "train"]
+    return [line.get("broken_image", 0) for line in records(Path(logs) / "run", "train")]
 
 
 @pytest.fixture(scope="module")

@@ -2,27 +2,22 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from machine import mount_namespace
+
 HERE = Path(__file__).parent
 
 
 def run_on_separate_disk(folder, kind, choice):
     """The result of `faults_worker` in a mount namespace."""
-    unshare = shutil.which("unshare")
-    if unshare is None or sys.platform != "linux":
-        pytest.skip("needs Linux and util-linux")
-    namespace = [unshare, "-m"] if os.geteuid() == 0 else [unshare, "-rm"]
-    if subprocess.run([*namespace, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode:
-        pytest.skip("may not mount a disk")
     paths = [HERE, HERE.parents[1] / "src"]
     environment = os.environ | {"PYTHONPATH": ":".join(map(str, paths))}
-    command = [*namespace, sys.executable, str(HERE / "faults_worker.py"), kind, str(folder), choice]
+    command = [*mount_namespace(), sys.executable, str(HERE / "faults_worker.py"), kind, str(folder), choice]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((folder / "result.json").read_text())

@@ -2,13 +2,13 @@
 
 import os
 import signal
-import time
 
 import pytest
 from kill_job import Job, Settings
 from ranks_job import processes_where
 
 from leanclip.distributed import LOST_RANK_EXIT
+from machine import wait_until
 
 SETTINGS = Settings(steps=10**6, epochs=10**6, save_every=0, loss="fastclip-v3", precision="fp32", timeout=6.0)
 SLACK = 40.0  # seconds for a busy machine
@@ -20,10 +20,7 @@ def assert_stopped(job, rank, lost):
     assert job.processes[rank].exitcode == LOST_RANK_EXIT, text[-2000:]
     message = text.partition(f"rank {rank} stops")[2].splitlines()[0]
     assert f"rank {lost}" in message, text[-2000:]
-    deadline = time.monotonic() + 15
-    while processes_where(3, job.processes[rank].pid):  # loader workers
-        assert time.monotonic() < deadline, "orphans"
-        time.sleep(0.1)
+    wait_until(lambda: not processes_where(3, job.processes[rank].pid), 15, "orphans")  # loader workers
     return message
 
 

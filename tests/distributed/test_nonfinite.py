@@ -9,6 +9,7 @@ from nonfinite_worker import poisoned_run, poisoned_with
 from ranks_job import run_ranks
 
 from leanclip.distributed import Ranks
+from run_records import records
 
 
 def on_ranks(size, folder, bad, **settings):
@@ -24,14 +25,11 @@ def on_ranks(size, folder, bad, **settings):
 
 
 def same_state(one, other):
-    assert one["state"].keys() == other["state"].keys()
-    for name, value in one["state"].items():
-        assert torch.equal(value, other["state"][name]), name
+    torch.testing.assert_close(one["state"], other["state"], rtol=0, atol=0)
 
 
 def trained_steps(folder):
-    lines = [json.loads(line) for line in (folder / "logs/run/metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "train"]
+    return records(folder / "logs/run", "train")
 
 
 @pytest.mark.parametrize(("size", "settings"), [(1, {}), (2, {"on": 1, "fsdp": True})])

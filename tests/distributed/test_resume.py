@@ -10,6 +10,7 @@ from resume_worker import restart, train_part
 
 from leanclip.checkpointing.storage import StoredTensors
 from leanclip.distributed import Ranks
+from run_records import records
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +23,7 @@ def uninterrupted(tmp_path_factory):
 def read(logs):
     last = Path(logs) / "run" / "checkpoints" / "step_00000006"
     state = StoredTensors.open(last / "state").read()
-    lines = [json.loads(line) for line in (Path(logs) / "run" / "metrics.jsonl").read_text().splitlines()]
-    losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+    losses = {line["step"]: line["loss"] for line in records(Path(logs) / "run", "train")}
     tables = {name: value for name, value in state.items() if name.startswith("loss.")}
     return tables, losses, json.loads((last / "state.json").read_text())["position"]
 
@@ -45,8 +45,7 @@ def test_resume_on_other_processes(first, second, uninterrupted, tmp_path):
     assert list(losses) == [1, 2, 3, 4, 5, 6]
     for step, value in losses.items():
         assert value == pytest.approx(expected_losses[step], rel=1e-8)
-    for name, table in expected_loss.items():
-        assert torch.allclose(loss[name], table, rtol=1e-8), name
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-8, atol=1e-8)
     assert {**position, "seconds": 0, "best": 0} == {**expected_position, "seconds": 0, "best": 0}
 
 

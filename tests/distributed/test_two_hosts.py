@@ -8,6 +8,8 @@ from pathlib import Path
 
 from network_hosts import WIRE
 
+from run_records import records
+
 
 def test_two_hosts_train_together(two_hosts, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
@@ -29,8 +31,7 @@ def test_two_hosts_train_together(two_hosts, tmp_path):
     for agent in agents:
         output, _ = agent.communicate(timeout=200)
         assert agent.returncode == 0, output[-3000:]
-    lines = [json.loads(line) for line in (Path(tmp_path) / "two" / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if line["kind"] == "train"]
+    losses = [line["loss"] for line in records(Path(tmp_path) / "two", "train")]
     assert len(losses) == 4
     assert json.loads((Path(tmp_path) / "two" / "run.json").read_text())["processes"] == 2
     assert losses[-1] < losses[0]

@@ -14,6 +14,7 @@ from leanclip.runs.config import TrainConfig
 from leanclip.training.model_setup import model_for_run
 from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
+from run_records import losses as losses_of_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -27,8 +28,7 @@ BASE = "--max-steps 12 --global-batch-size 96 --workers 0 --eval-every 0 --log-e
 
 def losses(folder, extra):
     run([*BASE.split(), "--logs", str(folder), *extra.split()])
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "train"]
+    return losses_of_run(folder / "run")
 
 
 def test_every_way_trains_alike(tmp_path):

@@ -9,6 +9,7 @@ from leanclip.cli.train import run
 from leanclip.data import feature_table
 from leanclip.models import ModelConfig, create_model
 from leanclip.training import cuda_graph
+from run_records import losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -43,8 +44,7 @@ def test_graphs_and_tables_on_the_gpu_change_no_loss(loss, locked, tmp_path, mon
         run([*BASE.split(), *files.split(), *locked.split(), "--loss", *loss.split(), "--graph", graph])
         assert len(copied) == (0 if name == "mapped" else len(locked.split()))
         assert bool(captured) == (name == "graph")
-        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        results[name] = [line["loss"] for line in lines if line["kind"] == "train"]
+        results[name] = losses(folder / "run")
     assert len(results["mapped"]) == 30
     assert results["eager"] == pytest.approx(results["mapped"], rel=1e-4)
     assert results["graph"] == pytest.approx(results["eager"], rel=1e-3)

@@ -8,6 +8,7 @@ import torch
 from leanclip.cli.train import run
 from leanclip.ops.resize import has_kernel, resize_crops
 from numerics.resize_cases import SIZES, filters, ragged, torchs
+from run_records import losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -26,14 +27,13 @@ def test_the_kernel_has_torchs_pixels(size, larger):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_is_the_same_wherever_its_images_are_resized(tmp_path, workers):
-    losses = {}
+    logged = {}
     for decode in ("cpu", "gpu"):
         run(
             f"--train-data synthetic:600:jpeg --model leanclip-tiny --global-batch-size 150 --max-steps 6 --epochs 2"
             f" --loss infonce --workers {workers} --eval-every 0 --log-every 1 --report-to none --compile off"
             f" --decode {decode} --name {decode} --logs {tmp_path}".split()
         )
-        lines = map(json.loads, (tmp_path / decode / "metrics.jsonl").read_text().splitlines())
-        losses[decode] = [line["loss"] for line in lines if line["kind"] == "train"]
+        logged[decode] = losses(tmp_path / decode)
         assert json.loads((tmp_path / decode / "run.json").read_text())["decode"] == decode
-    assert len(losses["cpu"]) == 6 and losses["cpu"] == losses["gpu"]
+    assert len(logged["cpu"]) == 6 and logged["cpu"] == logged["gpu"]

@@ -1,6 +1,5 @@
 """The trainer on a GPU: every precision, FSDP2, and micro-batches that fit by themselves."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -17,6 +16,7 @@ from leanclip.training.model_setup import model_for_run
 from leanclip.training.probe import USED, probe_micro_batch
 from leanclip.training.step import training_step
 from leanclip.training.step_context import StepContext
+from run_records import losses as losses_of_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -25,8 +25,7 @@ BASE = "--max-steps 12 --global-batch-size 96 --workers 0 --eval-every 0 --log-e
 
 def losses(folder, extra):
     run([*BASE.split(), "--logs", str(folder), *extra.split()])
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "train"]
+    return losses_of_run(folder / "run")
 
 
 @pytest.mark.parametrize("extra", ["--precision amp", "--precision fp32", "--micro-batch 32", "--fsdp"])

@@ -79,10 +79,8 @@ def test_permuting_the_batch_permutes_the_result(name, seed, draw):
         two, permuted = step(second, shuffled[0], shuffled[1], ids[order])
         second.set_epoch(epoch + 1, 4)
         assert two.loss.item() == pytest.approx(one.loss.item(), rel=1e-10)
-        for whole, part in zip(gradient, permuted, strict=True):
-            assert torch.allclose(whole[order], part, rtol=1e-9, atol=1e-13)
-    for key, table in tables(first).items():
-        assert torch.allclose(table, tables(second)[key], rtol=1e-10)
+        torch.testing.assert_close([side[order] for side in gradient], list(permuted), rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close(tables(first), tables(second), rtol=1e-10, atol=1e-8)
 
 
 @settings(max_examples=30, deadline=None)
@@ -177,16 +175,6 @@ def test_resize_keeps_what_was_learned():
     assert float(state(loss).get_buffer("tau_image")[49]) == pytest.approx(0.03)
     with refuses("loss.bad_num_samples", "resize to 10"):
         loss.resize(10)
-
-
-def test_the_state_is_in_state_dict():
-    loss, other = create("fastclip-v2"), create("fastclip-v2")
-    step(loss, *batch(5))
-    other.load_state_dict(loss.state_dict())
-    for one in (loss, other):
-        one.set_epoch(1, 4)
-    first, second = (step(one, *batch(6))[1] for one in (loss, other))
-    assert torch.equal(first[0], second[0])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from leanclip.config import override
 from leanclip.data.datasets import BUNDLED
 from leanclip.runs import TrainConfig
 from leanclip.training import set_up
-from refusal import exit_code
+from refusal import assert_refused, exit_code
+from run_records import records
 
 TINY = {
     "embed_dim": 16,
@@ -43,13 +44,16 @@ def train(folder, **changed):
     return exit_code(*arguments(folder, **changed))
 
 
+def assert_train_refused(code, folder, capsys, *words, **changed):
+    return assert_refused(code, arguments(folder, **changed), capsys, *words)
+
+
 def names(folder):
     return sorted(path.name for path in (folder / "logs/run/checkpoints").iterdir())
 
 
 def steps_of_metrics(folder):
-    lines = [json.loads(line) for line in (folder / "logs/run/metrics.jsonl").read_text().splitlines()]
-    return [line["step"] for line in lines if line["kind"] == "train"]
+    return [line["step"] for line in records(folder / "logs/run", "train")]
 
 
 def job_of(folder, **changed):
@@ -63,6 +67,4 @@ def saved_tensors(folder, step):
 
 
 def equal(tensors, expected):
-    assert tensors.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(tensors[name], value), name
+    torch.testing.assert_close(tensors, expected, rtol=0, atol=0, equal_nan=False)

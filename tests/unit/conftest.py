@@ -60,3 +60,19 @@ def bert(tmp_path_factory):
     torch.manual_seed(0)
     transformers.BertModel(config).save_pretrained(directory)
     return directory
+
+
+@pytest.fixture
+def offline_hub(tmp_path, monkeypatch):
+    """Hugging Face's cache without a network. Returns a function that makes the directory of a repository in it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+    def snapshot(owner, name):
+        repository = tmp_path / "hub" / f"models--{owner}--{name}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("0" * 40)
+        (repository / "snapshots" / ("0" * 40)).mkdir(parents=True)
+        return repository / "snapshots" / ("0" * 40)
+
+    return snapshot

@@ -64,19 +64,21 @@ def test_train_works_in_a_thread_and_restores_signal_handlers(settings):
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == handlers
 
 
-def test_mistakes_are_user_errors(trained, settings):
-    with refuses("config.unknown_key", "epoch"):
-        leanclip.train(epoch=3)
-    with refuses("config.bad_value", "epochs"):
-        leanclip.train(epochs="three")
-    with refuses("config.two_sources"):
-        leanclip.train(leanclip.TrainConfig(), recipe="demo")
-    with refuses("config.unknown_key", "validation"):
-        leanclip.evaluate(trained, validation="x.tar")
-    with refuses("config.bad_value", "batch_size"):
-        leanclip.evaluate(trained, batch_size=0)
-    with refuses("checkpoint.not_found", "nowhere"):
-        leanclip.evaluate("nowhere")
+@pytest.mark.parametrize(
+    ("call", "code", "word"),
+    [
+        (lambda _: leanclip.train(epoch=3), "config.unknown_key", "epoch"),
+        (lambda _: leanclip.train(epochs="three"), "config.bad_value", "epochs"),
+        (lambda _: leanclip.train(leanclip.TrainConfig(), recipe="demo"), "config.two_sources", ""),
+        (lambda run: leanclip.evaluate(run, validation="x.tar"), "config.unknown_key", "validation"),
+        (lambda run: leanclip.evaluate(run, batch_size=0), "config.bad_value", "batch_size"),
+        (lambda _: leanclip.evaluate("nowhere"), "checkpoint.not_found", "nowhere"),
+        (lambda run: leanclip.load(run.directory, device="tpu9"), "device.unknown", "tpu9"),
+    ],
+)
+def test_mistakes_are_user_errors(call, code, word, trained):
+    with refuses(code, word):
+        call(trained)
 
 
 def test_load_takes_what_evaluate_takes(trained, tmp_path, small_model):
@@ -107,5 +109,3 @@ def test_load_takes_what_evaluate_takes(trained, tmp_path, small_model):
     for run in (leanclip.load, leanclip.evaluate):
         with refuses("checkpoint.no_architecture", f"MODEL:{tmp_path / 'mine.pt'}"):
             run(tmp_path / "mine.pt")
-    with refuses("device.unknown"):
-        leanclip.load(trained.directory, device="tpu9")

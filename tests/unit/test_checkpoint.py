@@ -11,7 +11,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoint_runs import arguments, equal, job_of, names, saved_tensors, steps_of_metrics, train
+from checkpoint_runs import (
+    arguments,
+    assert_train_refused,
+    equal,
+    job_of,
+    names,
+    saved_tensors,
+    steps_of_metrics,
+    train,
+)
 
 from leanclip.checkpointing.checkpoint import Checkpoints, Position, clean_up
 from leanclip.checkpointing.resume import SavedRun, find_checkpoint
@@ -83,8 +92,7 @@ def test_weights_kept_from_an_earlier_start_survive_restarts(run):
 
 
 def test_latest_needs_a_checkpoint_and_a_name(tmp_path, capsys):
-    assert train(tmp_path, resume="latest") == 2
-    assert refusal_code(capsys.readouterr().err) == "checkpoint.not_found"
+    assert_train_refused("checkpoint.not_found", tmp_path, capsys, resume="latest")
     words = arguments(tmp_path, resume="auto")
     at = words.index("--name")
     assert exit_code(*words[:at], *words[at + 2 :]) == 2
@@ -121,9 +129,8 @@ def test_a_command_that_does_not_fit_the_run_is_refused(run, changed, difference
 @pytest.mark.parametrize("changed", [{"val_split": 0.3, "seed": 5}, {"val_split": 0.4}, {}])
 def test_another_split_is_not_taken_for_images_that_changed(tmp_path, capsys, changed):
     assert train(tmp_path, max_steps=2, val_split=0.3) == 0
-    assert train(tmp_path, resume="auto", **changed) == 2
-    error = capsys.readouterr().err
-    assert refusal_code(error) == "resume.mismatch" and ("--seed 5" if "seed" in changed else "--val-split") in error
+    said = "--seed 5" if "seed" in changed else "--val-split"
+    assert_train_refused("resume.mismatch", tmp_path, capsys, said, resume="auto", **changed)
 
 
 def test_changed_settings_are_reported_except_free_ones(run, capsys):
@@ -271,8 +278,7 @@ def test_a_run_restarted_by_torchrun_resumes(torchrun, tmp_path):
 
 
 def test_torchrun_does_not_resume_another_run(torchrun, run, capsys):
-    assert train(run, max_steps=10) == 2
-    assert refusal_code(capsys.readouterr().err) == "run.exists"
+    assert_train_refused("run.exists", run, capsys, max_steps=10)
     assert steps_of_metrics(run) == list(range(1, 9))
 
 
@@ -358,8 +364,7 @@ def test_every_optimizer_resumes_exactly(opt, tmp_path):
 
 def test_a_run_does_not_resume_into_the_directory_of_another(run, capsys):
     assert train(run, name="other", max_steps=2) == 0
-    assert train(run, name="other", resume=run / "logs/run") == 2
-    assert refusal_code(capsys.readouterr().err) == "run.other"
+    assert_train_refused("run.other", run, capsys, name="other", resume=run / "logs/run")
 
 
 def test_fp16_loss_scale_after_fp32_and_after_fp16(run):

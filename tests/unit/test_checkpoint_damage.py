@@ -7,21 +7,19 @@ import pickle
 import shutil
 
 import pytest
-from checkpoint_runs import VALUES, equal, job_of, names, saved_tensors, train
+from checkpoint_runs import VALUES, assert_train_refused, equal, job_of, names, saved_tensors, train
 from test_safety import plain_pickle, torch_zip
 
 from leanclip.checkpointing.resume import SavedRun, find_checkpoint
 from leanclip.checkpointing.storage import HASHES_FILE, verify
 from leanclip.errors import UserError
-from refusal import exit_code, refusal_code, refuses
+from refusal import exit_code, refuses
 
 
 def test_a_damaged_checkpoint_is_refused(run, capsys):
     checkpoint = run / "logs/run/checkpoints/step_00000006"
     (checkpoint / "state.json").write_text((checkpoint / "state.json").read_text() + " ")
-    assert train(run, resume=checkpoint) == 2
-    error = capsys.readouterr().err
-    assert refusal_code(error) == "checkpoint.damaged" and "state.json" in error
+    assert_train_refused("checkpoint.damaged", run, capsys, "state.json", resume=checkpoint)
 
 
 def test_missing_and_extra_files_are_refused(run):

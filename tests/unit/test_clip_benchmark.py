@@ -12,7 +12,7 @@ from evaluation_sets import emoji, write_captions, write_classes
 from leanclip.evaluation import clip_benchmark as suite
 from leanclip.evaluation.clip_benchmark import suite_sets
 from leanclip.progress import ACTIVITY
-from refusal import exit_code, refusal_code, refuses
+from refusal import assert_refused, exit_code, refuses
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("clip_benchmark") is None, reason="clip_benchmark is not installed"
@@ -81,5 +81,4 @@ def test_a_failure_is_one_line(small_run, tmp_path, capsys):
     write_captions(tmp_path / "captions", emoji(3))
     (tmp_path / "captions" / "test" / "0.tar").write_bytes(b"no tar")
     suite_data = ["--suite", "clip_benchmark", "--suite-data", tmp_path / "captions", "--workers", "0"]
-    assert exit_code("evaluate", "--device", "cpu", small_run, *suite_data) == 2
-    assert refusal_code(capsys.readouterr().err) == "suite.failed"
+    assert_refused("suite.failed", ["evaluate", "--device", "cpu", small_run, *suite_data], capsys)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import compare_losses
 import estimate_error
 import pytest
-import stats
 import step_time
 import torch
 import training_runs
@@ -29,22 +28,6 @@ def tiny(tmp_path):
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(training_runs.TINY))
     return path
-
-
-def test_paired_differences():
-    gap = stats.paired([0.12, 0.15, 0.11, 0.14, 0.16], [0.10, 0.14, 0.10, 0.12, 0.13])
-    assert gap.p == pytest.approx(0.00858, rel=1e-3)  # t = 4.81 at 4 degrees of freedom
-    assert str(gap) == "+1.80 ± 0.84"
-    assert stats.paired([0.1, 0.2], [0.2, 0.1]).p == pytest.approx(1)
-    assert stats.percent([0.1, 0.2, 0.3]) == "20.00 ± 10.00" and stats.mean_and_deviation([2.04], 1) == "2.0"
-
-
-def test_holm_corrects_for_the_number_of_comparisons():
-    """The smallest p counts three times, the next twice, and none becomes smaller than the one before."""
-    p_values = {"a": 0.04, "b": 0.01, "c": 0.03}
-    assert stats.holm(p_values) == pytest.approx({"b": 0.03, "c": 0.06, "a": 0.06})
-    assert stats.holm(p_values, family=5) == pytest.approx({"b": 0.05, "c": 0.12, "a": 0.12})
-    assert compare_losses.COMPARISONS == 13
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])

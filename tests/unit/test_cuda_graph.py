@@ -98,9 +98,8 @@ def test_graphed_steps_equal_eager_ones(name, hyper):
     broken = (WARM_UP * 2 + 4, WARM_UP * 2 + 5, WARM_UP * 2 + 8)
     plain, again = (trained(name, graphed=graphed, broken=broken, **hyper) for graphed in (False, True))
     for one, other in zip(plain[:2], again[:2], strict=True):
-        right = dict(one.state_dict())
-        for key, value in other.state_dict().items():
-            assert torch.allclose(value, right[key], rtol=1e-9, atol=1e-12, equal_nan=True), key
+        right, found = dict(one.state_dict()), dict(other.state_dict())
+        torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12, equal_nan=True)
     right, found = (
         torch.stack(values)[[s for s in range(len(values)) if s not in broken]] for *_, values in (plain, again)
     )
@@ -137,8 +136,7 @@ def test_steps_on_features_are_graphed_whatever_the_towers(name, packed):
         results.append((losses, [*trained, *loss.buffers()]))
     (found, state), (right, expected) = results
     assert found == pytest.approx(right, rel=1e-9, nan_ok=True)
-    for value, other in zip(state, expected, strict=True):
-        assert torch.allclose(value, other, rtol=1e-9, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(state, expected, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
 def test_tables_that_moved_are_captured_again():
@@ -168,5 +166,5 @@ def test_tables_that_moved_are_captured_again():
 
 def test_a_graphed_step_follows_the_loss_scale():
     plain, again = (trained("fastclip-v3", graphed=r, scale=LossScale(256.0, grows=True)) for r in (False, True))
-    for value, right in zip(again[0].parameters(), plain[0].parameters(), strict=True):
-        assert torch.allclose(value, right, rtol=1e-9, atol=1e-12)
+    found, right = (list(model.parameters()) for model, *_ in (again, plain))
+    torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12)

@@ -13,9 +13,10 @@ import pytest
 import torch
 from crop_worker import fill_slot
 from open_clip.transform import PreprocessCfg
+from photographs import photograph
 from PIL import Image
 from shard_files import tokenizer, write_shard
-from test_data_decode import PLAIN, difference, photograph
+from test_data_decode import PLAIN, difference
 from torchvision.io import decode_jpeg
 
 from leanclip.data import Shards, TrainingLoader, training_transform

@@ -19,7 +19,8 @@ from leanclip.data.synthetic import Synthetic
 from leanclip.errors import UserError
 from leanclip.models import TokenCounter
 from leanclip.packing.folder import Folder
-from refusal import exit_code, refusal_code, refuses
+from refusal import assert_refused, exit_code, refuses
+from run_records import losses, records
 
 COUNT = 12
 
@@ -28,9 +29,8 @@ def train(logs, data, *more, batch=4):
     flags = "--model leanclip-tiny --max-steps 3 --log-every 1 --eval-every 0 --workers 0".split()
     flags += ["--batch-size", batch, "--logs", logs, "--name", "run"]
     assert exit_code("train", *flags, "--train-data", data, *more) == 0
-    lines = [json.loads(line) for line in (logs / "run" / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if line["kind"] == "train"]
-    assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
+    logged = losses(logs / "run")
+    assert len(logged) == 3 and all(map(math.isfinite, logged))
     return json.loads((logs / "run" / "run.json").read_text())
 
 
@@ -47,8 +47,7 @@ def test_weights_and_groups_of_a_table_reach_the_loss(tmp_path, capsys):
     (tmp_path / "pairs.csv").write_text("\n".join(["filepath,title,quality,product", *rows]))
     more = ["--pair-weights", "quality", "--group-key", "product", "--loss", "infonce"]
     train(tmp_path / "logs", tmp_path / "pairs.csv", *more)
-    lines = [json.loads(line) for line in (tmp_path / "logs/run/metrics.jsonl").read_text().splitlines()]
-    assert {line["loss"] for line in lines if line["kind"] == "train"} == {0.0}
+    assert set(losses(tmp_path / "logs/run")) == {0.0}
     assert exit_code("train", "--train-data", tmp_path / "pairs.csv", "--logs", tmp_path / "logs", "--batch-size", 4,
                      "--model", "leanclip-tiny", "--workers", 0, "--pair-weights", "qualty") == 2  # fmt: skip
     assert "no column qualty" in capsys.readouterr().err
@@ -77,8 +76,7 @@ def test_a_run_resumes_with_added_rows_and_not_with_changed_ones(tmp_path, capsy
     resumed += ("--resume", "latest", "--max-steps", "4")
     for changed in (content.replace(b"images/000", b"images/001"), content[: content.rstrip().rfind(b"\n") + 1]):
         data.write_bytes(changed)
-        assert exit_code(*resumed) == 2
-        assert refusal_code(capsys.readouterr().err) == "data.changed"
+        assert_refused("data.changed", resumed, capsys)
     (tmp_path / "data" / "images" / "new.jpg").hardlink_to(tmp_path / "data" / "images" / "000.jpg")
     data.write_bytes(content + b"images/000.jpg,one more\nimages/new.jpg,one more\n")
     assert exit_code(*resumed) == 0
@@ -89,8 +87,7 @@ def test_broken_rows_are_replaced_and_counted(tmp_path):
     pairs = write_images(tmp_path / "data", COUNT)
     path = write_table(tmp_path / "data" / "pairs.csv", [("gone.jpg", "a kite"), *pairs, ("none.jpg", "")])
     train(tmp_path, path, batch=7)  # two steps see every row
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    last = [json.loads(line) for line in lines if '"train"' in line][-1]
+    last = records(tmp_path / "run", "train")[-1]
     assert last["broken_no_image"] >= 1 and last["broken_empty"] >= 1
 
 

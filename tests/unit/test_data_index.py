@@ -26,6 +26,7 @@ from leanclip.data.index import INDEX_NAME, open_index
 from leanclip.data.source import BrokenSample, Part
 from leanclip.data.tar import COLUMNS, IMAGE, TXT, TarReader, scan
 from leanclip.progress import ACTIVITY
+from machine import wait_until
 from refusal import refuses
 
 
@@ -329,22 +330,19 @@ def test_a_waiting_process_is_active_while_the_scan_makes_progress(tmp_path, mon
         with index.lock(path, "indexes data"):
             done.set()
 
-    def active_since(ticks):
-        deadline = time.monotonic() + 10
-        while ACTIVITY.ticks == ticks and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return ACTIVITY.ticks > ticks
+    def wait_for_activity_since(ticks):
+        wait_until(lambda: ACTIVITY.ticks > ticks, 10)
 
     before, waiting = ACTIVITY.ticks, threading.Thread(target=wait)
     with index.lock(path, "indexes data"):
         waiting.start()
-        assert active_since(before)
+        wait_for_activity_since(before)
         for _ in range(2):
             before = ACTIVITY.ticks
             time.sleep(0.1)
             assert ACTIVITY.ticks == before  # no progress: the scan may hang
             index.show_progress(path)
-            assert active_since(before)
+            wait_for_activity_since(before)
         assert not done.is_set()
     waiting.join()
     assert done.is_set()

@@ -1,13 +1,13 @@
 """A dry run, a report, an evaluation and an export on a disk that is full or read-only end in one line."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from machine import mount_namespace
 from refusal import refusal_code
 
 RUN = ["train", "--recipe", "demo", "--batch-size", "4", "--max-steps", "1", "--warmup", "0", "--eval-every", "0"]
@@ -51,16 +51,10 @@ def in_namespace(folder, kind):
 
 @pytest.mark.parametrize("kind", ["full", "readonly"])
 def test_a_disk_that_cannot_be_written(kind, tmp_path):
-    unshare = shutil.which("unshare")
-    if unshare is None or sys.platform != "linux":
-        pytest.skip("needs Linux and util-linux")
-    namespace = [unshare, "-m"] if os.geteuid() == 0 else [unshare, "-rm"]
-    if subprocess.run([*namespace, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode:
-        pytest.skip("may not mount a disk")
     code = f"import test_disks; print(test_disks.in_namespace(test_disks.Path({str(tmp_path)!r}), {kind!r}))"
     program = f'mount -t tmpfs none /mnt && exec {sys.executable} -c "{code}"'
     environment = os.environ | {"PYTHONPATH": ":".join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))}
-    done = subprocess.run([*namespace, "sh", "-c", program], env=environment, capture_output=True, text=True)
+    done = subprocess.run([*mount_namespace(), "sh", "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     results = eval(done.stdout.strip().splitlines()[-1])
     assert len(results) == 5

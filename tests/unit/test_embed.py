@@ -18,15 +18,15 @@ from leanclip.models import WEIGHTS_FILE, TwoTower
 from leanclip.search.embed import place_of
 from leanclip.search.engine import open_engine
 from leanclip.search.store import EmbeddingStore, stored_key
-from refusal import exit_code, refuses
+from refusal import assert_refused, exit_code, refuses
 
 
-def embed(model, data, out, *flags):
-    return exit_code("embed", model, data, out, "--device", "cpu", "--workers", 0, *flags)
+def command(model, data, out, *flags):
+    return ["embed", model, data, out, "--device", "cpu", "--workers", 0, *flags]
 
 
-def code_of(capsys):
-    return capsys.readouterr().err.strip().rpartition("[")[2].rstrip("]")
+def embed(*arguments):
+    return exit_code(*command(*arguments))
 
 
 @pytest.fixture
@@ -138,11 +138,9 @@ def test_a_run_that_trained_on_is_named_by_its_steps(small_run, shards, tmp_path
     (run / "checkpoints/last").unlink()
     (run / "checkpoints/last").symlink_to(later.name)
     open_engine(str(tmp_path / "out"), device="cpu")  # with the checkpoint that it was embedded with
-    capsys.readouterr()
-    assert embed(run, shards, tmp_path / "out", "--of", "images") == 2
-    error = capsys.readouterr().err
-    assert "[search.other_model]" in error
-    assert "step_00000015 (step 15, weights" in error and "step_00000030 (step 30, weights" in error
+    words = "step_00000015 (step 15, weights", "step_00000030 (step 30, weights"
+    again = command(run, shards, tmp_path / "out", "--of", "images")
+    assert_refused("search.other_model", again, capsys, *words)
     with refuses("search.other_model", "step 15", "step 30"):
         open_engine(str(tmp_path / "out"), model=str(run), device="cpu")
     shutil.rmtree(run / "checkpoints/step_00000015")
@@ -163,29 +161,23 @@ def test_refusals(small_run, shards, tmp_path, capsys):
     other = tmp_path / "other.safetensors"
     assert exit_code("export", small_run, other) == 0
     weights = leanclip.load(other)[0]
-    capsys.readouterr()
     assert embed(other, shards, out, "--of", "images") == 0  # the same weights elsewhere
     with torch.no_grad():
         weights.clip.visual.proj.mul_(2)
     from leanclip.models.export import export_open_clip
 
     export_open_clip(weights, other, overwrite=True)
-    assert embed(other, shards, out) == 2
-    error = capsys.readouterr().err
-    assert "[search.other_model]" in error and str(small_run) in error and str(other) in error
+    assert_refused("search.other_model", command(other, shards, out), capsys, small_run, other)
     write_shard(shards / "002.tar", sound(1, start=90))
-    assert embed(small_run, shards, out) == 2
-    assert code_of(capsys) == "search.other_data"
-    assert embed(small_run, shards, out, "--precision", "amp_bf16") == 2
-    assert code_of(capsys) == "search.other_model"
-    assert embed(small_run, shards, tmp_path) == 2  # a directory with other files
-    assert code_of(capsys) == "embed.exists"
-    assert embed(small_run, shards, tmp_path / "other.safetensors/x") == 2
-    assert code_of(capsys) == "embed.not_writable"
-    (tmp_path / "only").mkdir()
     write_images(tmp_path / "only", 2)
-    assert embed(small_run, tmp_path / "only", tmp_path / "c", "--of", "captions") == 2
-    assert code_of(capsys) == "embed.no_captions"
+    for code, *arguments in (
+        ("search.other_data", shards, out),
+        ("search.other_model", shards, out, "--precision", "amp_bf16"),
+        ("embed.exists", shards, tmp_path),  # a directory with other files
+        ("embed.not_writable", shards, tmp_path / "other.safetensors/x"),
+        ("embed.no_captions", tmp_path / "only", tmp_path / "c", "--of", "captions"),
+    ):
+        assert_refused(code, command(small_run, *arguments), capsys)
 
 
 @pytest.mark.parametrize("name", ["images/features.npy", "keys.npy", "images/first.npy", "embeddings.json"])
@@ -196,9 +188,7 @@ def test_parts_that_do_not_belong_together_are_refused(name, small_run, shards, 
         np.save(out / name, np.load(out / name)[:5, :7] if "features" in name else np.load(out / name)[:5])
     else:
         (out / name).write_text("{}")
-    capsys.readouterr()
-    assert embed(small_run, shards, out, "--of", "images") == 2
-    assert code_of(capsys) == "search.bad_embeddings"
+    assert_refused("search.bad_embeddings", command(small_run, shards, out, "--of", "images"), capsys)
 
 
 def test_a_long_key_keeps_its_beginning_and_stays_distinct():

@@ -18,7 +18,7 @@ import leanclip
 from leanclip.data.datasets import BUNDLED
 from leanclip.evaluation import Embedded, retrieval_metrics
 from leanclip.evaluation.results import SetResult, cell
-from refusal import exit_code, refusal_code
+from refusal import assert_refused, exit_code
 
 
 def evaluate(*arguments):
@@ -121,9 +121,7 @@ def test_refusals(arguments, code, word, small_run, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     (tmp_path / "classes").mkdir()
     (tmp_path / "classes" / "dataset_type.txt").write_text("classification")
-    assert evaluate(small_run, *arguments) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert refusal_code(line) == code and word in line, line
+    assert_refused(code, ["evaluate", small_run, *arguments, "--device", "cpu"], capsys, word)
 
 
 def test_captions_of_several_images_are_reported(small_run, tmp_path, capsys):

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pyarrow
 import pytest
-from checkpoint_runs import equal, job_of, saved_tensors, train
+from checkpoint_runs import assert_train_refused, equal, job_of, saved_tensors, train
 from pyarrow import parquet
 from shard_files import picture, write_shard
 
@@ -18,7 +18,7 @@ from leanclip.data.order import NO_IDS, SplitVisits, WeightedVisits
 from leanclip.data.shards import Shards
 from leanclip.data.source import Part
 from leanclip.suspects.find import Search, find_suspects
-from refusal import refusal_code, refuses
+from refusal import refuses
 
 PARTS = [Part(0, 40, 1.0), Part(40, 70, 2.5), Part(70, 100, 0.4)]
 
@@ -144,30 +144,32 @@ def test_a_name_that_two_listed_shards_have_decides_nothing():
     assert same_shards(["0.tar"], known) == {"0.tar": "/new/0.tar"}
 
 
-def test_mistakes_are_refused(source, tmp_path):
-    with refuses("data.not_found", "none.txt"):
-        listed_samples(str(tmp_path / "none.txt"), source)
-    (tmp_path / "other.txt").write_text("nothing of it")
-    with refuses("data.exclude_nothing", "other.txt"):
-        listed_samples(str(tmp_path / "other.txt"), source)
-    (tmp_path / "other.csv").write_text("name,value\n1,2\n")
-    with refuses("data.missing_column", "other.csv"):
-        listed_samples(str(tmp_path / "other.csv"), source)
-    for numbers in ("9" * 5000, "1.5", "²"):
+@pytest.mark.parametrize(
+    ("name", "content", "code"),
+    [
+        ("none.txt", None, "data.not_found"),
+        ("other.txt", "nothing of it", "data.exclude_nothing"),
+        ("other.csv", "name,value\n1,2\n", "data.missing_column"),
+        ("damaged.parquet", "no parquet", "data.unreadable"),
+    ],
+)
+def test_mistakes_are_refused(name, content, code, source, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with refuses(code, name):
+        listed_samples(str(tmp_path / name), source)
+
+
+def test_tables_that_cannot_be_read_are_refused(source, tmp_path):
+    for numbers in ("1.5", "²"):
         (tmp_path / "numbers.csv").write_text(f"key,numbers\na,{numbers}\n")
         with refuses("data.unreadable", "numbers.csv", numbers[:40]):
             listed_samples(str(tmp_path / "numbers.csv"), source)
-    damaged = tmp_path / "damaged.parquet"
-    damaged.write_text("no parquet")
-    with refuses("data.unreadable", "damaged.parquet"):
-        listed_samples(str(damaged), source)
-    for column in (
-        pyarrow.array([b"\xff", b"a"]).view(pyarrow.string()),
-        pyarrow.array([1], pyarrow.timestamp("ns")),
-    ):
-        parquet.write_table(pyarrow.table({"key": column}), damaged)
+    columns = pyarrow.array([b"\xff", b"a"]).view(pyarrow.string()), pyarrow.array([1], pyarrow.timestamp("ns"))
+    for column in columns:
+        parquet.write_table(pyarrow.table({"key": column}), tmp_path / "damaged.parquet")
         with refuses("data.unreadable", "damaged.parquet"):
-            listed_samples(str(damaged), source)
+            listed_samples(str(tmp_path / "damaged.parquet"), source)
 
 
 def test_a_quote_that_is_never_closed_hides_no_rows(source, tmp_path):
@@ -203,9 +205,7 @@ def test_a_run_without_them_keeps_ids_and_resumes_with_the_same_ones_only(tmp_pa
     equal(saved_tensors(tmp_path, 12), expected)
     (tmp_path / "other.txt").write_text("id:4")
     for wrong in ({"exclude": tmp_path / "other.txt"}, {"exclude": None}):
-        capsys.readouterr()
-        assert train(tmp_path, **settings | wrong | {"name": "again"}) == 2
-        assert refusal_code(capsys.readouterr().err) == "data.exclude_changed"
+        assert_train_refused("data.exclude_changed", tmp_path, capsys, **settings | wrong | {"name": "again"})
 
 
 def test_the_suspects_of_a_run_can_be_left_out_of_the_next(tmp_path, capsys):
@@ -313,6 +313,5 @@ def test_captions_that_are_left_out_are_never_drawn(cached, exchanged, several, 
     resume = {"resume": tmp_path / "logs/run/checkpoints/step_00000008", "max_steps": 9, "name": "again"}
     assert train(tmp_path, **settings | resume, exclude=table) == 0
     write_table(table, rows[1:])
-    capsys.readouterr()
-    assert train(tmp_path, **settings | resume | {"name": "other"}, exclude=table) == 2
-    assert refusal_code(capsys.readouterr().err) == "data.exclude_changed"
+    changed = settings | resume | {"name": "other", "exclude": table}
+    assert_train_refused("data.exclude_changed", tmp_path, capsys, **changed)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import open_clip
 import pytest
 import torch
 from PIL import Image
@@ -180,13 +179,6 @@ def test_unsupported_models(model, change, preprocess, reason):
     config = model_config_of(model)[1]
     changed = {key: config[key] | value if key in config else value for key, value in change.items()}
     assert reason in str(unsupported(config | changed, preprocess))
-
-
-def test_the_documentation_counts_the_architectures():
-    packaged = (Path(open_clip.__file__).parent / "model_configs").glob("*.json")
-    count = sum(unsupported(json.loads(path.read_text()), {}) is None for path in packaged)
-    if open_clip.__version__.startswith("3.3."):
-        assert f"{count} of open_clip 3.3's architectures" in (ROOT / "docs" / "export.md").read_text()
 
 
 def test_refusals_write_nothing(tmp_path, capsys, monkeypatch):

@@ -21,6 +21,7 @@ from leanclip.data.order import caption_draws
 from leanclip.data.source import pick
 from leanclip.evaluation import EvaluationSettings, embed
 from leanclip.features.locked_towers import count_captions
+from run_records import losses as losses_of_run
 
 NAMES = ("uncached", "cached", "fewer")
 WEIGHTS = []
@@ -44,8 +45,7 @@ def train(folder, **options):
 
 
 def losses(folder):
-    lines = map(json.loads, (folder / "logs/run/metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if line["kind"] == "train"]
+    return losses_of_run(folder / "logs/run")
 
 
 def shard(folder, *, broken=False):

@@ -15,8 +15,9 @@ from shard_files import write_shard
 
 import leanclip
 from leanclip.models.weights import interpolate
+from refusal import assert_refused, refuses
 from refusal import exit_code as command
-from refusal import refusal_code, refuses
+from run_records import records
 
 WEIGHTS = "open_clip_model.safetensors"
 
@@ -105,8 +106,7 @@ def test_before_after_and_difference(tuned, capsys):
 
 
 def test_the_run_keeps_its_first_evaluation(tuned):
-    lines = [json.loads(line) for line in (tuned / "logs/run/metrics.jsonl").read_text().splitlines()]
-    before = [line for line in lines if line.get("weights") == "before"]
+    before = records(tuned / "logs/run", weights="before")
     assert {(line["set"], line["step"]) for line in before} == {("val", 0), ("emoji groups", 0)}
     card = (tuned / "logs/run/README.md").read_text()
     assert "| metric | before training | after |" in card
@@ -118,8 +118,7 @@ def test_a_resumed_run_does_not_evaluate_its_start_again(tuned, tmp_path):
     assert tune(tmp_path, tuned) == 0
     saved = weights(tmp_path / "logs/run/checkpoints/start")
     assert tune(tmp_path, tuned, max_steps=4, resume="auto") == 0
-    lines = [json.loads(line) for line in (tmp_path / "logs/run/metrics.jsonl").read_text().splitlines()]
-    assert sum(line.get("weights") == "before" for line in lines) == 1
+    assert len(records(tmp_path / "logs/run", weights="before")) == 1
     assert steps_of_metrics(tmp_path)[-1] == 4
     again = weights(tmp_path / "logs/run/checkpoints/start")
     assert all(torch.equal(again[name], value) for name, value in saved.items())
@@ -140,9 +139,8 @@ def test_the_ends_are_exact(tuned, tmp_path):
         for name, value in expected.items():
             assert value.numpy().tobytes() == exported[name].numpy().tobytes(), name
     assert command("export", run, tmp_path / "half.safetensors", "--interpolate", 0.5) == 0
-    half = weights(tmp_path / "half.safetensors")
-    for name, value in half.items():
-        assert torch.allclose(value, (start[name] + end[name]) / 2, atol=1e-7), name
+    middle = {name: (start[name] + end[name]) / 2 for name in start}
+    torch.testing.assert_close(weights(tmp_path / "half.safetensors"), middle, rtol=1e-5, atol=1e-7)
 
 
 def test_whole_numbers_and_statistics_of_batch_norms():
@@ -189,8 +187,7 @@ def test_the_start_can_be_left_out_and_named(tuned, tmp_path, capsys):
     assert tune(tmp_path, tuned, discard_start=True) == 0
     run, out = tmp_path / "logs/run", tmp_path / "out.safetensors"
     assert not (run / "checkpoints/start").exists()
-    assert command("export", run, out, "--interpolate", 0.5) == 2
-    assert refusal_code(capsys.readouterr().err) == "interpolate.no_start"
+    assert_refused("interpolate.no_start", ["export", run, out, "--interpolate", 0.5], capsys)
     assert command("export", run, out, "--interpolate", 0, "--start", tuned / "logs/first") == 0
     first = weights(tuned / "logs/first/checkpoints/last")
     assert all(torch.equal(value, first[name]) for name, value in weights(out).items())
@@ -211,8 +208,8 @@ def test_the_start_can_be_left_out_and_named(tuned, tmp_path, capsys):
 )
 def test_refusals(words, code, tuned, eight_steps, capsys):
     words = [str(eight_steps / "logs/run") if word == "SMALLER" else word for word in words]
-    assert command("evaluate", tuned / "logs/run", "--val-data", tuned / "a.tar", "--device", "cpu", *words) == 2
-    assert refusal_code(capsys.readouterr().err) == code
+    arguments = ["evaluate", tuned / "logs/run", "--val-data", tuned / "a.tar", "--device", "cpu", *words]
+    assert_refused(code, arguments, capsys)
 
 
 def test_a_damaged_start_is_refused(tuned, tmp_path, capsys):
@@ -221,8 +218,8 @@ def test_a_damaged_start_is_refused(tuned, tmp_path, capsys):
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    assert command("export", tmp_path / "run", tmp_path / "out.safetensors", "--interpolate", 0.5) == 2
-    assert refusal_code(capsys.readouterr().err) == "checkpoint.damaged"
+    arguments = ["export", tmp_path / "run", tmp_path / "out.safetensors", "--interpolate", 0.5]
+    assert_refused("checkpoint.damaged", arguments, capsys)
 
 
 def test_a_run_that_fails_at_once_leaves_its_name_free(tuned, tmp_path, monkeypatch):

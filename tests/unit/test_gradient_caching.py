@@ -66,10 +66,8 @@ def test_patch_dropout_drops_the_same_twice(name, captions, tmp_path):
     found = cached(again, data)
     assert torch.equal(torch.get_rng_state(), after)  # the step consumed its random numbers once
     assert found.loss.item() == pytest.approx(right.loss.item(), rel=1e-12)
-    for key, value in gradients(model).items():
-        assert torch.allclose(value, truth[key], rtol=1e-9, atol=1e-13), key
-    for key, value in again.loss.state_dict().items():
-        assert torch.allclose(value, tables[key], rtol=1e-12), key
+    torch.testing.assert_close(gradients(model), truth, rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close(dict(again.loss.state_dict()), dict(tables), rtol=1e-12, atol=1e-8)
 
     model.zero_grad()
     torch.manual_seed(6)
@@ -86,10 +84,8 @@ def test_a_locked_tower_gets_no_gradient(tmp_path):
     right = gradients(model)
     model.zero_grad()
     cached(context_of(model), data)
-    assert set(gradients(model)) == set(right)
     assert [name for name in right if name.startswith("clip.visual")] == ["clip.visual.proj"]
-    for key, value in gradients(model).items():
-        assert torch.allclose(value, right[key], rtol=1e-9, atol=1e-13), key
+    torch.testing.assert_close(gradients(model), right, rtol=1e-9, atol=1e-13)
 
 
 def test_running_averages_move_once_by_the_mean_over_the_micro_batches():
@@ -149,8 +145,7 @@ def test_the_loss_scale_leaves_no_trace_and_halves_on_overflow(tmp_path):
         norms.append(training_step(context, data).grad_norm)
         results.append([p.detach().clone() for p in context.towers.parameters()])
     assert torch.allclose(norms[0], norms[1], rtol=1e-12)
-    for one, other in zip(*results, strict=True):
-        assert torch.allclose(one, other, rtol=1e-12)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-8)
 
     scale = LossScale(1024.0, grows=True)
     context = context_of(model, scale=scale)

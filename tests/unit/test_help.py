@@ -11,7 +11,7 @@ from leanclip.cli.parse import typed_values
 from leanclip.cli.plan import PlanCommand
 from leanclip.cli.train import TrainCommand
 from leanclip.data import DataConfig
-from refusal import exit_code, refusal_code
+from refusal import assert_refused, exit_code
 
 COMMANDS = {"train": TrainCommand, "plan": PlanCommand, "evaluate": EvaluateCommand}
 
@@ -98,6 +98,4 @@ def test_help_of_positional_arguments(capsys, monkeypatch):
     ("command", "missing"), [("export", "CHECKPOINT, OUT"), ("evaluate", "CHECKPOINT"), ("data pack x", "OUT")]
 )
 def test_missing_arguments_are_named(capsys, command, missing):
-    assert exit_code(*command.split()) == 2
-    line = capsys.readouterr().err
-    assert refusal_code(line) == "cli.missing_argument" and f"missing: {missing} (" in line
+    assert_refused("cli.missing_argument", command.split(), capsys, f"missing: {missing} (")

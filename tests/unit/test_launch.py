@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from leanclip.distributed import TrafficCounter, compare_traffic, detect_launch, device_for, process_group
 from leanclip.distributed.heartbeat import REASON_KEY
 from leanclip.distributed.launch import Launch, agree_on_round, first_host, join_store
+from machine import is_alive, wait_until
 from refusal import refuses
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "1234"}
@@ -154,13 +154,6 @@ def test_traffic_compared_with_other_implementations():
     assert counter.loss_total() == (4, 2030)
 
 
-def _runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_a_rank_ends_with_its_torchrun():
     """Killed while the ranks still load: they would wait for each other until the timeout."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -180,9 +173,8 @@ def test_a_rank_ends_with_its_torchrun():
         with connection:
             torchrun.kill()
             torchrun.wait()
-            deadline = time.monotonic() + 20
-            while (alive := _runs(rank)) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            if alive:
+            try:
+                wait_until(lambda: not is_alive(rank), 20)
+            except AssertionError:
                 os.kill(rank, signal.SIGKILL)
-    assert not alive
+                raise

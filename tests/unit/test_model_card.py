@@ -1,12 +1,11 @@
 """The model card beside the weights."""
 
-import json
-
 import yaml
 
 from leanclip.runs.metrics import Result
 from leanclip.runs.model_card import model_card
 from refusal import exit_code
+from run_records import records
 
 
 def front_matter(card):
@@ -29,9 +28,7 @@ def test_every_run_and_every_checkpoint_has_a_card_and_the_config(tmp_path):
         "license": "unknown",
         "tags": ["clip", "open_clip", "leanclip"],
     }
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    results = [line for line in lines if line.get("set") == "val"]
-    recall = results[-1]["metrics"]["text_to_image_recall@10"]
+    recall = records(run, set="val")[-1]["metrics"]["text_to_image_recall@10"]
     assert f"| text_to_image_recall@10 | {100 * recall:.2f} % |" in card
     for fact in (
         "# run\n",

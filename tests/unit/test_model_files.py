@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from leanclip.models import HUB, ModelConfig, create_model, load_model
 from leanclip.models.towers.sizes import check_sizes
 from leanclip.models.untrusted import check_weights
-from refusal import refusal, refusal_code, refuses
+from refusal import assert_refused, refusal, refuses
 
 SMALL = {
     "embed_dim": 8,
@@ -110,8 +110,8 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path, capsys):
     """Its first word ended the run with an IndexError."""
     path = tmp_path / "model.json"
     path.write_text(json.dumps(changed("text_cfg", vocab_size=10)))
-    line = refusal([*TRAIN, "--model", str(path), "--logs", str(tmp_path)], capsys)
-    assert refusal_code(line) == "model.small_vocabulary" and "49408" in line
+    arguments = [*TRAIN, "--model", path, "--logs", tmp_path]
+    assert_refused("model.small_vocabulary", arguments, capsys, "49408")
 
 
 def test_every_architecture_of_open_clip_passes():
@@ -141,12 +141,11 @@ def test_weights_that_lie_about_their_size_are_refused(tmp_path):
         check_weights(tmp_path / "empty.pt")
 
 
-def test_a_hub_name_without_network_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+@pytest.mark.usefixtures("offline_hub")
+def test_a_hub_name_without_network_is_one_line(tmp_path, capsys):
     for flags in (["--model", "hf-hub:some/model"], ["--model", "ViT-B-32", "--pretrained", "hf-hub:some/model"]):
-        line = refusal([*TRAIN, *flags, "--logs", str(tmp_path / "logs")], capsys)
-        assert refusal_code(line) == "hub.unavailable" and "hf-hub:some/model" in line and "network" in line
+        arguments = [*TRAIN, *flags, "--logs", tmp_path / "logs"]
+        assert_refused("hub.unavailable", arguments, capsys, "hf-hub:some/model", "network")
 
 
 def test_an_unreachable_hub_is_not_asked_again_and_again(tmp_path, monkeypatch, capsys):
@@ -167,21 +166,14 @@ def test_an_unreachable_hub_is_not_asked_again_and_again(tmp_path, monkeypatch, 
     assert huggingface_hub.constants.HF_HUB_OFFLINE  # its library asks nothing either
 
 
-def test_a_hub_name_is_found_in_the_cache(tmp_path, monkeypatch):
+def test_a_hub_name_is_found_in_the_cache(tmp_path, offline_hub):
     """Laid out as huggingface_hub does."""
     (tmp_path / "small.json").write_text(json.dumps(SMALL))
     model = create_model(ModelConfig(model=str(tmp_path / "small.json")))
-    repository = tmp_path / "models--some--model"
-    snapshot = repository / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
+    snapshot = offline_hub("some", "model")
     saved(snapshot, SMALL, mean=[0.25, 0.5, 0.75])
     save_file(model.clip.state_dict(), snapshot / "open_clip_model.safetensors")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     again = create_model(ModelConfig(model=f"{HUB}some/model", pretrained=f"{HUB}some/model"))
-    for name, value in model.clip.state_dict().items():
-        assert torch.equal(again.clip.state_dict()[name], value), name
+    torch.testing.assert_close(dict(again.clip.state_dict()), dict(model.clip.state_dict()), rtol=0, atol=0)
     assert again.image_mean.flatten().tolist() == [0.25, 0.5, 0.75]
     assert again.summary()[0].weights == "hf-hub:some/model"

@@ -10,6 +10,7 @@ import torch
 import leanclip
 from leanclip.data.datasets import BUNDLED
 from refusal import exit_code
+from run_records import records
 
 SIGLIP_STYLE = {
     "embed_dim": 192,
@@ -92,8 +93,7 @@ def test_a_checkpoint_loads_in_open_clip(model, loss, tmp_path):
 
     by_file = in_open_clip(tmp_path, model, checkpoint / "open_clip_model.safetensors")
     by_directory = in_open_clip(tmp_path, f"local-dir:{checkpoint}", "")
-    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    (last,) = [line for line in lines if line["kind"] == "train"]
+    (last,) = records(tmp_path / "run", "train")
     logits = image @ text.T * ours.clip.logit_scale.exp()
     if loss == "siglip":
         logits = logits + ours.clip.logit_bias

@@ -2,15 +2,14 @@
 
 import argparse
 import csv
-import io
 import json
 import shlex
-import tarfile
 from pathlib import Path
 
 import pytest
 from data_forms import bundled, make_csv
 from open_clip_train import params
+from shard_files import write_shard
 
 from leanclip.cli.openclip_flags import BY_NAME, FLAGS, OURS, RULES, TABLE, from_openclip
 from leanclip.cli.train import parse_command
@@ -18,7 +17,8 @@ from leanclip.data.datasets import BUNDLED
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, scheduled
 from leanclip.runs.defaults import fill
-from refusal import exit_code, refusal, refusal_code
+from refusal import assert_refused, exit_code
+from run_records import records
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,19 +73,18 @@ def test_honoured_and_translated_values_arrive():
         "--aug-cfg scale='(0.4, 1.0)' color_jitter='(0.32, 0.32, 0.32, 0.08)' color_jitter_prob=0.8 "
         "gray_scale_prob=0.2 --grad-checkpointing --local-loss --gather-with-grad --pretrained '' --lr 1e-3 --lr 2e-3"
     )
-    assert (config.data.batch_size, config.parallel.micro_batch) == (128, 32)
-    assert (config.run.precision, config.run.loss, config.run.log_every) == ("amp_bf16", "siglip", 7)
-    assert (config.optim.opt, config.optim.eps_opt, config.optim.beta2, config.optim.lr) == ("lamb", 1e-7, 0.95, 2e-3)
-    assert (config.optim.lr_scheduler, config.optim.epochs_cooldown) == ("const-cooldown", 2)
-    assert (config.optim.lr_floor, config.optim.lr_cooldown_power) == (1e-6, 2.0)
-    assert (config.run.save_frequency, config.run.val_frequency, config.loss.eps) == (2, 0, None)
-    model = config.model
-    assert (model.force_image_size, model.force_patch_dropout, model.force_context_length) == (64, 0.5, 16)
-    assert model.preprocess == {"mean": (0.5,) * 3, "std": (0.2, 0.3, 0.4), "resize_mode": "squash"}
-    assert (model.lock_image, model.lock_image_unlocked_groups, model.pretrained) == (True, 2, None)
-    assert (model.aug_scale, model.aug_color_jitter) == ((0.4, 1.0), (0.32, 0.32, 0.32, 0.08))
-    assert (model.aug_color_jitter_prob, model.aug_gray_scale_prob) == (0.8, 0.2)
-    assert config.parallel.grad_checkpointing
+    expected = {
+        "batch_size": 128, "micro_batch": 32, "precision": "amp_bf16", "loss": "siglip", "log_every": 7,
+        "opt": "lamb", "eps_opt": 1e-7, "beta2": 0.95, "lr": 2e-3, "lr_scheduler": "const-cooldown",
+        "epochs_cooldown": 2, "lr_floor": 1e-6, "lr_cooldown_power": 2.0, "save_frequency": 2, "val_frequency": 0,
+        "eps": None, "force_image_size": 64, "force_patch_dropout": 0.5, "force_context_length": 16,
+        "lock_image": True, "lock_image_unlocked_groups": 2, "pretrained": None, "aug_scale": [0.4, 1.0],
+        "aug_color_jitter": [0.32, 0.32, 0.32, 0.08], "aug_color_jitter_prob": 0.8, "aug_gray_scale_prob": 0.2,
+        "grad_checkpointing": True,
+    }  # fmt: skip
+    values = config.values()
+    assert {name: values.get(name) for name in expected} == expected
+    assert config.model.preprocess == {"mean": (0.5,) * 3, "std": (0.2, 0.3, 0.4), "resize_mode": "squash"}
     for note in ("--accum-freq becomes --batch-size 128", "--accum-freq becomes --micro-batch 32",
                  "--siglip becomes --loss siglip", "--eps becomes --eps-opt 1e-7",
                  "--log-every-n-steps becomes --log-every 7",
@@ -137,8 +136,8 @@ def test_latest_starts_a_run_that_has_no_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.status == "refused"], ids=lambda flag: flag.name)
 def test_refused_flags_name_the_reason(flag, capsys):
-    line = refusal(["train", "--train-data", "x.tar", f"--{flag.name}", *["1"] * flag.takes_value], capsys)
-    assert refusal_code(line) == "openclip.refused" and f"--{flag.name} " in line and flag.text in line
+    arguments = ["train", "--train-data", "x.tar", f"--{flag.name}", *["1"] * flag.takes_value]
+    assert_refused("openclip.refused", arguments, capsys, f"--{flag.name} ", flag.text)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_refused_flags_name_the_reason(flag, capsys):
     ],
 )
 def test_bad_values_are_refused(line, code, capsys):
-    assert refusal_code(refusal(["train", *shlex.split(line)], capsys)) == code
+    assert_refused(code, ["train", *shlex.split(line)], capsys)
 
 
 def test_frequencies_are_epochs():
@@ -247,12 +246,9 @@ def places(tmp_path_factory):
     tars = folder / "tars"
     tars.mkdir()
     (tars / "000.tar").symlink_to(BUNDLED / "train-000000.tar")
-    with tarfile.open(folder / "imagenet.tar", "w") as tar:
-        for number, (image, _) in enumerate(bundled(4)):
-            for name, content in ((f"{number}.jpg", image), (f"{number}.cls", str(number * 100).encode())):
-                entry = tarfile.TarInfo(name)
-                entry.size = len(content)
-                tar.addfile(entry, io.BytesIO(content))
+    labelled = {f"{number}.jpg": image for number, (image, _) in enumerate(bundled(4))}
+    labelled |= {f"{number}.cls": b"%d" % (number * 100) for number in range(4)}
+    write_shard(folder / "imagenet.tar", dict(sorted(labelled.items())))
     (folder / "prompts.txt").write_text("a photo of a {}.\n")
     start = ["train", "--model", str(folder / "tiny.json"), "--force-image-size", "224", "--max-steps", "1"]
     start += ["--batch-size", "2", "--workers", "0", "--logs", str(folder), "--name", "start", "--device", "cpu"]
@@ -291,8 +287,7 @@ def test_documented_lines_run(name, places, tmp_path, capsys, monkeypatch):
     code = exit_code("train", *shlex.split(line))
     captured = capsys.readouterr()
     assert code == 0, captured.err
-    lines = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if line["kind"] == "train"]
+    steps = [line["step"] for line in records(tmp_path / "run", "train")]
     assert steps[-1] == 2 and (tmp_path / "run" / "checkpoints" / "last").exists()
     if any(word in line for word in ("--local-loss", "--zeroshot-frequency")):
         assert "is ignored" in captured.err

@@ -22,7 +22,8 @@ from leanclip.optim import scheduled, set_learning_rate
 from leanclip.optim.loss_scale import LossScale
 from leanclip.training import set_up
 from leanclip.training.step import training_step
-from refusal import exit_code, refusal, refusal_code, refuses
+from refusal import assert_refused, exit_code, refusal, refuses
+from run_records import records
 
 DATA = str(BUNDLED / "train-000000.tar")
 # pandas is only for OpenCLIP's tables, and this run has none.
@@ -119,8 +120,7 @@ def test_a_run_resumes_and_reports_what_it_loaded(begun, tmp_path, capsys):
     shown = " ".join(captured.out.split())
     assert "the weights after epoch 2, the temperature, AdamW's state of 73 of 74 parameters" in shown
     assert "fastclip-v3 starts with new per-sample state" in shown
-    lines = [json.loads(line) for line in (tmp_path / "on" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if line["kind"] == "train"]
+    steps = [line["step"] for line in records(tmp_path / "on", "train")]
     assert steps == [116, 118, 120]  # two epochs of 57 were done
     # From here on it is a run like any other.
     again = ["--name", "on", "--resume", "latest", "--max-steps", "122", "--device", "cpu"]
@@ -178,6 +178,5 @@ def test_runs_that_cannot_resume_are_refused(begun, tmp_path, capsys):
     torch.save(saved["state_dict"], tmp_path / "bare.pt")
     (tmp_path / "junk.pt").write_text("junk")
     for name, code in (("bare.pt", "resume.weights_only"), ("junk.pt", "resume.not_openclip")):
-        line = refusal(command(begun, tmp_path, "--resume", str(tmp_path / name)), capsys)
-        assert refusal_code(line) == code and name in line
+        assert_refused(code, command(begun, tmp_path, "--resume", str(tmp_path / name)), capsys, name)
     assert "does not hold weights of RN50" in refusal(command(begun, tmp_path, "--model", "RN50"), capsys)

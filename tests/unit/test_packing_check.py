@@ -12,7 +12,7 @@ from leanclip.data.synthetic import Synthetic
 from leanclip.models import TokenCounter
 from leanclip.packing.check import check
 from leanclip.packing.pack import PackConfig, pack
-from refusal import exit_code, refusal_code
+from refusal import assert_refused, exit_code
 
 
 def command(*arguments):
@@ -162,9 +162,7 @@ def test_the_tokenizer_of_the_model_counts_the_tokens():
 )
 def test_user_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, code):
     monkeypatch.chdir(tmp_path)
-    assert command(*arguments.split()) == 2
-    error = capsys.readouterr().err
-    assert refusal_code(error) == code and error.count("\n") == 1
+    assert_refused(code, ["data", "check", *arguments.split()], capsys)
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--help"], 0), (["unpack"], 2)])

@@ -5,7 +5,7 @@ import json
 import pytest
 from checkpoint_runs import TINY
 
-from leanclip.cli.plan import PlanCommand, assumed_network, does_not_fit, duration, parse_count, resolved
+from leanclip.cli.plan import PlanCommand, assumed_network, does_not_fit, parse_count, resolved
 from leanclip.data import DataConfig
 from leanclip.models import ModelConfig
 from leanclip.planning.gpu_model import gpu_named
@@ -20,15 +20,6 @@ from refusal import exit_code, refusal_code
 )
 def test_numbers_of_samples(text, number):
     assert parse_count(text) == number
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(360_000, "100.0 hours"), (3600, "1.0 hours"), (90, "1.5 minutes"), (2.5, "2.5 seconds"), (0.04, "0.0 seconds")],
-)
-def test_durations_of_short_runs(seconds, said):
-    assert duration(seconds) == said
-    assert duration(seconds, of="GPU ") == said.replace(" ", " GPU ")
 
 
 def plan(capsys, *flags):
@@ -214,12 +205,3 @@ def test_gpus_without_nvlink_get_another_network():
     hosts = assumed_network("L4", 16)
     assert (hosts.inside, hosts.between) == (NETWORKS["pcie"].inside, NETWORKS["infiniband"].between)
     assert assumed_network("a product of tomorrow", 4) is NETWORKS["nvlink"]
-
-
-def test_the_assumed_network_is_named(capsys, small_model, monkeypatch):
-    monkeypatch.setattr("leanclip.cli.plan.Planner.largest_batch", lambda *_: 64)
-    flags = ["--model", str(small_model), "--gpu", "RTX4090", "--gpus", "2", "--compile", "off", "--samples", "4000"]
-    _, out, _ = plan(capsys, *flags)
-    assert "network:       pcie is assumed; --network" in out
-    _, out, _ = plan(capsys, *flags, "--network", "nvlink")
-    assert "is assumed; --network" not in out

@@ -116,8 +116,7 @@ def test_the_passes_leave_no_trace(monkeypatch, tmp_path):
     assert (size, peak) == (40, linear(40))  # 0.92 * 1600 bytes hold 47
     assert sizes[1:] == [8, 8, 32, 32, 96, 96, 40, 40]
     assert all(parameter.grad is None for parameter in job.context.parameters)
-    for name, tensor in job.state.tensors().items():
-        assert torch.equal(tensor, before[name]), name
+    torch.testing.assert_close(job.state.tensors(), before, rtol=0, atol=0)
 
 
 class Passes:
@@ -182,9 +181,7 @@ def test_measured_passes_leave_no_trace(free_threads, tmp_path):
     assert measured.threads in (1, 2) and measured.seconds_per_step is not None and measured.seconds_per_step > 0
     assert fixed.threads == torch.get_num_threads() == 1 and (fixed.seconds_per_step or 0) > 0
     assert any("CPU threads" in note for note in measured.notes) and not fixed.notes
-    expected = fixed.state.tensors()
-    for name, tensor in measured.state.tensors().items():
-        assert torch.equal(tensor, expected[name]), name
+    torch.testing.assert_close(measured.state.tensors(), fixed.state.tensors(), rtol=0, atol=0)
     assert all(parameter.grad is None for parameter in measured.context.parameters)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from leanclip.runs import run_directory
 from leanclip.runs.run_directory import RunDirectory
-from refusal import exit_code, refusal_code, refuses
+from refusal import assert_refused, exit_code, refusal_code, refuses
 
 FEW = ["--recipe", "demo", "--batch-size", "64", "--max-steps", "1", "--eval-every", "0", "--workers", "0"]
 TRIES = """
@@ -57,8 +57,12 @@ def holder(tmp_path, holder_of):
     return holder_of(tmp_path / "run")
 
 
+def command(tmp_path, *more):
+    return ["train", *FEW, "--logs", str(tmp_path), "--name", "run", *more]
+
+
 def train(tmp_path, *more):
-    return exit_code("train", *FEW, "--logs", str(tmp_path), "--name", "run", *more)
+    return exit_code(*command(tmp_path, *more))
 
 
 @pytest.mark.parametrize("more", [[], ["--overwrite"], ["--resume", "auto"]])
@@ -175,8 +179,7 @@ def test_a_run_locks_its_directory_until_its_end(tmp_path, monkeypatch):
 def test_a_directory_that_is_no_run_is_not_locked(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("x")
-    assert train(tmp_path, "--overwrite") == 2
-    assert refusal_code(capsys.readouterr().err) == "run.not_a_run"
+    assert_refused("run.not_a_run", command(tmp_path, "--overwrite"), capsys)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 

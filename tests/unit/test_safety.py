@@ -179,14 +179,6 @@ def test_no_entry_runs_code(entry, tmp_path, marker, small, capsys):
     assert not marker.exists()
 
 
-def test_loading_a_checkpoint_directory_in_python(tmp_path, marker):
-    (tmp_path / "open_clip_model.safetensors").write_bytes(torch_zip(marker))
-    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": SMALL, "preprocess_cfg": {}}))
-    with refuses("weights.damaged", "open_clip_model.safetensors"):
-        leanclip.load(tmp_path)
-    assert not marker.exists()
-
-
 @pytest.mark.parametrize(
     "model", [None, {}, {"text_cfg": 1, "vision_cfg": {}}, {"text_cfg": {}, "vision_cfg": {"x": 1}}, [], "pickle"]
 )
@@ -213,8 +205,7 @@ def test_valid_weights_are_read_with_weights_only(tmp_path, small, monkeypatch):
     monkeypatch.setattr(torch, "load", recording)
     for name in ("new.pt", "old.pt"):
         again = create_model(ModelConfig(model=str(small), pretrained=str(tmp_path / name)))
-        for key, value in again.clip.state_dict().items():
-            assert torch.equal(value, weights[key])
+        torch.testing.assert_close(dict(again.clip.state_dict()), dict(weights), rtol=0, atol=0)
     assert len(calls) >= 4 and set(calls) == {True}
 
     def failing(*_, **__):

@@ -1,5 +1,6 @@
 """The search page in a browser: sentences, images, keyboard, classes, duplicates, narrow and dark."""
 
+import contextlib
 import json
 import re
 import time
@@ -56,14 +57,20 @@ def settled(page):
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def from_here(server, requests):
-    return [url for url in requests if not url.startswith((server.url, "data:"))] == []
+@contextlib.contextmanager
+def open_page(server, width=400, *, dark=False, at=""):
+    """The page and what it loads. Nothing may come from elsewhere, and at the end the console is empty."""
+    with open_browser(width, 900, dark=dark) as (page, console, requests):
+        page.goto(server.url + at)
+        yield page, requests
+        assert [url for url in requests if not url.startswith((server.url, "data:"))] == []
+        # Chromium itself notes an image that the server could not give.
+        assert [line for line in console if "400 (Bad Request)" not in line] == []
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (400, True)])
 def test_sentence_image_and_keyboard(server, width, dark):
-    with open_browser(width, 900, dark=dark) as (page, console, requests):
-        page.goto(server.url)
+    with open_page(server, width, dark=dark) as (page, requests):
         until(page, "document.activeElement.id === 'text'")
         page.keyboard.type("square number 3")
         page.keyboard.press("Enter")
@@ -102,14 +109,11 @@ def test_sentence_image_and_keyboard(server, width, dark):
         until(page, "document.querySelectorAll('.card').length === 20")
         page.click("#copy")
         wait_for(page, "copied 20 keys")
-        assert from_here(server, requests)
-        assert console == []
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, True), (400, False)])
 def test_classes_duplicates_and_suspects(server, width, dark):
-    with open_browser(width, 900, dark=dark) as (page, console, requests):
-        page.goto(server.url)
+    with open_page(server, width, dark=dark) as (page, _):
         page.wait_for_selector("#tab-suspects")
         page.focus("#tab-search")
         page.keyboard.press("ArrowRight")
@@ -140,9 +144,6 @@ def test_classes_duplicates_and_suspects(server, width, dark):
         page.wait_for_selector(".none")  # the broken one says so in place of its image
         until(page, "document.querySelector('.none').textContent.includes('it was read from')")
         settled(page)
-        assert from_here(server, requests)
-        # Chromium itself notes the image that the server could not give.
-        assert [line for line in console if "400 (Bad Request)" not in line] == []
 
 
 def test_mistakes_are_said_on_the_page(server, monkeypatch):
@@ -151,8 +152,7 @@ def test_mistakes_are_said_on_the_page(server, monkeypatch):
 
     monkeypatch.setattr(PairSearch, "_compare_all", fail)
     monkeypatch.setattr(server.engine, "_pairs", None)
-    with open_browser(400, 900) as (page, console, _):
-        page.goto(server.url)
+    with open_page(server) as (page, _):
         page.click("#search .main")
         wait_for(page, "type a sentence")
         page.evaluate(DROP, [1, 2, 3])
@@ -164,15 +164,12 @@ def test_mistakes_are_said_on_the_page(server, monkeypatch):
         page.keyboard.press("Tab")
         page.evaluate("document.getElementById('pairs').requestSubmit()")
         wait_for(page, "the images could not be compared (IndexError: out of range)")
-        assert [line for line in console if "400 (Bad Request)" not in line] == []
 
 
 def test_a_link_to_a_search(server):
-    with open_browser(400, 900) as (page, console, _):
-        page.goto(f"{server.url}#text=square%20number%203")
+    with open_page(server, at="#text=square%20number%203") as (page, _):
         wait_for(page, "nearest to “square number 3”")
         assert page.input_value("#text") == "square number 3" and page.locator(".card").count() == 30
-        assert console == []
 
 
 @pytest.mark.slow

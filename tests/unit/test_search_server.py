@@ -16,7 +16,7 @@ from search_sets import FIRST, SCRIPT, SECOND, embed, image_of, request, serving
 from leanclip.search import server as server_module
 from leanclip.search.engine import open_engine
 from leanclip.search.server import MAX_UPLOAD_BYTES, SearchServer
-from refusal import exit_code, refusal_code
+from refusal import assert_refused
 
 SECRET = "the words of another file"
 
@@ -281,7 +281,5 @@ def test_a_request_that_arrives_byte_by_byte_is_ended(server, monkeypatch, head,
 
 def test_a_port_that_is_taken_is_refused(server, capsys):
     command = ("search", server.engine.store.directory, "--device", "cpu", "--port", server.port)
-    assert exit_code(*command) == 2
-    assert refusal_code(capsys.readouterr().err) == "search.cannot_serve"
-    assert exit_code(*command[:-1], 99999) == 2
-    assert refusal_code(capsys.readouterr().err) == "config.bad_value"
+    assert_refused("search.cannot_serve", command, capsys)
+    assert_refused("config.bad_value", [*command[:-1], 99999], capsys)

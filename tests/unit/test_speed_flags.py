@@ -21,6 +21,7 @@ from leanclip.models import ModelConfig, create_model
 from leanclip.runs import TrainConfig
 from leanclip.training.model_setup import cuda_graph_pays, uses_compile, uses_cuda_graph
 from refusal import refuses
+from run_records import losses
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -29,19 +30,22 @@ def parallel(line):
     return parse_command(from_openclip(line.split())[0]).settings.parallel
 
 
-def test_flags_may_stand_alone():
-    assert parallel("").grad_checkpointing is False and parallel("").compile == "auto"
-    assert parallel("--grad-checkpointing").grad_checkpointing is True
-    assert parallel("--grad-checkpointing --lr 1").grad_checkpointing is True
-    one = parallel("--grad-checkpointing 1").grad_checkpointing
-    assert one == 1 and one is not True
-    assert parallel("--compile").compile == "on" and parallel("--compile off").compile == "off"
-    assert parallel("--graph").graph == "on"
-
-
-def test_openclips_torchcompile_is_so_by_itself():
-    words, notes = from_openclip(["--torchcompile"])
-    assert words == [] and any("--torchcompile is ignored" in note for note in notes)
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("", "grad_checkpointing", False),
+        ("--grad-checkpointing", "grad_checkpointing", True),
+        ("--grad-checkpointing --lr 1", "grad_checkpointing", True),
+        ("--grad-checkpointing 1", "grad_checkpointing", 1),
+        ("", "compile", "auto"),
+        ("--compile", "compile", "on"),
+        ("--compile off", "compile", "off"),
+        ("--graph", "graph", "on"),
+    ],
+)
+def test_flags_may_stand_alone(line, name, value):
+    found = getattr(parallel(line), name)
+    assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize("value", [True, 6])
@@ -155,8 +159,7 @@ def test_padded_and_true_length_runs_train_alike(tmp_path, capsys):
         ("micro", "--model vit.json --micro-batch 7 --grad-checkpointing 1"), ("other", "--model other.json"),
     ):  # fmt: skip
         run(f"{base} --precision fp64 --name {name} {more.replace('--model ', f'--model {tmp_path}/')}".split())
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        found[name] = [line["loss"] for line in lines if line["kind"] == "train"]
+        found[name] = losses(tmp_path / name)
     assert len(found["true"]) == 3
     for name in ("padded", "micro"):
         assert found[name] == pytest.approx(found["true"], rel=1e-9)

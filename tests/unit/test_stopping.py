@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from leanclip.data.loader import _data_loader
 from leanclip.runs.stopping import CTRL_C, INTERRUPTED, REPEAT_CTRL_C_SECONDS, Stopping
+from machine import wait_until
 
 # As a shell starts it: background jobs of a script, which tests may be, ignore SIGINT.
 LEANCLIP = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from leanclip.cli import main; "
@@ -115,10 +116,9 @@ def started(folder, *, before="", **changed):
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not (folder / "logs/run/metrics.jsonl").exists() or len(steps_of_metrics(folder)) < 3:
-        assert job.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    logged = folder / "logs/run/metrics.jsonl"
+    wait_until(lambda: job.poll() is not None or (logged.exists() and len(steps_of_metrics(folder)) >= 3), 60)
+    assert job.poll() is None
     return job
 
 

@@ -54,7 +54,7 @@ def photos(tmp_path, monkeypatch):
     (folder / "cifar10" / "classnames.txt").write_text("cat\ndog")
     monkeypatch.setenv("LEANCLIP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    for study in (fine_tuning, wrong_captions, wrong_captions_trained):
+    for study in (fine_tuning, wrong_captions):
         monkeypatch.setattr(study, "ProcessPoolExecutor", InProcess)
     return folder
 

@@ -14,7 +14,7 @@ from leanclip.config import TrainConfig, override
 from leanclip.recipes import load_recipe
 from leanclip.runs.defaults import fill
 from leanclip.training.model_setup import model_for_run
-from refusal import exit_code, refusal, refusal_code
+from refusal import assert_refused, exit_code
 
 FACTS = [
     "run",
@@ -96,32 +96,57 @@ def filled(**values):
     return fill(override(TrainConfig(), {"model": "ViT-B-32"} | values, "test"), samples=100_000)
 
 
-def test_projections_alone_and_towers_from_elsewhere_have_the_rules_values():
-    heads = filled(pretrained="x", lock_image=True, lock_text=True)
-    assert (heads.run.loss, heads.optim.lr, heads.data.global_batch_size) == ("infonce", 5e-4, 128)
-    assert filled(pretrained="x", lock_image=True).optim.lr == pytest.approx(1e-5 / 2**0.5)
-    towers = {"image_tower": "timm:resnet50", "pretrained_image": "x", "text_tower": "hf:y", "pretrained_text": "y"}
-    assert filled(**towers).run.loss == "infonce" and filled(**towers).data.pair_weights == "off"
-    new = filled(**towers, lock_image=True, lock_text=True)  # as the study of wrong captions has chosen
-    assert (new.run.loss, new.data.pair_weights, new.optim.lr) == ("fastclip-v1", "auto", 5e-4)
-    given = filled(**towers, lock_image=True, lock_text=True, loss="dcl", pair_weights="off")
-    assert (given.run.loss, given.data.pair_weights) == ("dcl", "off")
-    adapters = filled(pretrained="x", lora_image=8, lora_text=8, global_batch_size=1024).optim
-    assert (adapters.lr, adapters.lr_image, adapters.lr_text) == (1e-4, None, None)
-    assert filled(pretrained="x", lora_image=8, lock_text=True).optim.lr == pytest.approx(1e-4 / 2**0.5)
-    one = filled(pretrained="x", lora_text=8, global_batch_size=256).optim
-    assert (one.lr, one.lr_image, one.lr_text) == (1e-5, None, 1e-4)
-    assert filled(pretrained="x", lora_text=8, lr=1e-3).optim.lr_text is None
-    towers = {"image_tower": "timm:vit_small_patch16_224", "pretrained_image": "x", "pretrained_text": "x"}
-    new = filled(**towers, lora_image=8, lora_text=8, global_batch_size=256).optim
-    assert (new.lr, new.lr_head, new.lr_image) == (1e-4, 5e-4, None)
-    whole = filled(**towers, text_tower="hf:y", global_batch_size=256).optim
-    assert (whole.lr, whole.lr_head, whole.lr_image, whole.lr_text) == (1e-5, 5e-4, None, None)
-    del towers["pretrained_text"]  # that tower is random
-    one = filled(**towers, global_batch_size=1024).optim
-    assert (one.lr, one.lr_head, one.lr_image, one.lr_text) == (1e-5, 5e-4, None, 1e-3)
-    assert filled(**towers, lr=1e-3).optim.lr_head is None
-    assert filled().run.loss == "fastclip-v3"
+LOCKED = {"lock_image": True, "lock_text": True}
+ELSEWHERE = {"image_tower": "timm:resnet50", "pretrained_image": "x", "text_tower": "hf:y", "pretrained_text": "y"}
+VIT_TOWER = {"image_tower": "timm:vit_small_patch16_224", "pretrained_image": "x"}  # the text tower is random
+ADAPTERS = {"lora_image": 8, "lora_text": 8}
+MIXED = {"image_tower": "timm:resnet50", "text_tower": "ViT-B-32", "pretrained_image": "x", "pretrained_text": "x"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"loss": "fastclip-v3"}),
+        ({"pretrained": "x"} | LOCKED, {"loss": "infonce", "lr": 5e-4, "global_batch_size": 128}),
+        ({"pretrained": "x", "lock_image": True}, {"lr": 1e-5 / 2**0.5}),
+        (ELSEWHERE, {"loss": "infonce", "pair_weights": "off"}),
+        # As the study of wrong captions has chosen.
+        (ELSEWHERE | LOCKED, {"loss": "fastclip-v1", "pair_weights": "auto", "lr": 5e-4}),
+        (ELSEWHERE | LOCKED | {"loss": "dcl", "pair_weights": "off"}, {"loss": "dcl", "pair_weights": "off"}),
+        ({"pretrained": "x", "global_batch_size": 1024} | ADAPTERS, {"lr": 1e-4, "lr_image": None, "lr_text": None}),
+        ({"pretrained": "x", "lora_image": 8, "lock_text": True}, {"lr": 1e-4 / 2**0.5}),
+        (
+            {"pretrained": "x", "lora_image": 8, "lock_text": True, "lock_text_unlocked_layers": 1},
+            {"lr": 1e-4 / 2**0.5, "lr_image": None},  # an unlocked projection leaves adapters alone
+        ),
+        (
+            {"pretrained": "x", "lora_text": 8, "global_batch_size": 256},
+            {"lr": 1e-5, "lr_image": None, "lr_text": 1e-4},
+        ),
+        ({"pretrained": "x", "lora_text": 8, "lr": 1e-3}, {"lr_text": None}),
+        (
+            VIT_TOWER | ADAPTERS | {"pretrained_text": "x", "global_batch_size": 256},
+            {"lr": 1e-4, "lr_head": 5e-4, "lr_image": None},
+        ),
+        (
+            VIT_TOWER | {"pretrained_text": "x", "text_tower": "hf:y", "global_batch_size": 256},
+            {"lr": 1e-5, "lr_head": 5e-4, "lr_image": None, "lr_text": None},
+        ),
+        (
+            VIT_TOWER | {"global_batch_size": 1024},
+            {"lr": 1e-5, "lr_head": 5e-4, "lr_image": None, "lr_text": 1e-3},
+        ),
+        (VIT_TOWER | {"lr": 1e-3}, {"lr_head": None}),
+        (
+            MIXED | LOCKED | {"lock_text_unlocked_layers": 1},  # its projection, beside a new one
+            {"loss": "fastclip-v1", "pair_weights": "auto", "lr": 5e-4},
+        ),
+        (MIXED | LOCKED | {"lock_image_unlocked_groups": 1}, {"loss": "infonce", "pair_weights": "off"}),
+    ],
+)
+def test_what_is_trained_decides_the_values_that_are_filled_in(given, expected):
+    values = filled(**given).values()
+    assert {name: values.get(name) for name in expected} == pytest.approx(expected)
 
 
 HEADS, TOWERS = 5e-4, 1e-5 / 2**0.5  # rates at batch 128
@@ -147,17 +172,6 @@ def test_unlocked_projections_have_the_rates_of_projections(model, image, text, 
     assert all(tower.frozen_layers == tower.layers for tower in towers.summary()) == (rate == HEADS)
 
 
-def test_an_unlocked_projection_leaves_adapters_and_new_projections_alone():
-    adapters = filled(pretrained="x", lora_image=8, lock_text=True, lock_text_unlocked_layers=1).optim
-    assert (adapters.lr, adapters.lr_image) == (pytest.approx(1e-4 / 2**0.5), None)
-    towers = {"image_tower": "timm:resnet50", "text_tower": "ViT-B-32"}
-    locked = towers | {"pretrained_image": "x", "pretrained_text": "x", "lock_image": True, "lock_text": True}
-    new = filled(**locked, lock_text_unlocked_layers=1)
-    assert (new.run.loss, new.data.pair_weights, new.optim.lr) == ("fastclip-v1", "auto", 5e-4)
-    layer = filled(**locked, lock_image_unlocked_groups=1)
-    assert (layer.run.loss, layer.data.pair_weights) == ("infonce", "off")
-
-
 def test_a_lock_that_freezes_nothing_is_said(weights, tmp_path, capsys):
     locked = command(tmp_path, "--name", "x", "--pretrained", str(weights), "--lock-text", "--dry-run")
     few, all_of_them = ([*locked, "--lock-text-unlocked-layers", count] for count in ("2", "20"))
@@ -169,8 +183,8 @@ def test_a_lock_that_freezes_nothing_is_said(weights, tmp_path, capsys):
 
 @pytest.mark.parametrize("flag", ["--lock-image", "--lock-text"])
 def test_a_random_tower_is_not_frozen(flag, tmp_path, capsys):
-    line = refusal(command(tmp_path, flag, "--name", "x"), capsys)
-    assert refusal_code(line) == "model.locked_without_weights" and not list(tmp_path.iterdir())
+    assert_refused("model.locked_without_weights", command(tmp_path, flag, "--name", "x"), capsys)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_summary_names_what_is_frozen(weights, tmp_path, capsys):

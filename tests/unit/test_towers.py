@@ -16,8 +16,8 @@ from leanclip.data.datasets import BUNDLED
 from leanclip.models import ModelConfig, create_model, load_model
 from leanclip.models.text_length import MOST_BUCKETS
 from leanclip.training.probe import _texts
+from refusal import assert_refused, refuses
 from refusal import exit_code as command
-from refusal import refusal, refusal_code, refuses
 
 TEXTS = ["a cat", "two", "a red dog a red dog", ""]
 TRAIN = ["train", "--train-data", BUNDLED / "val-*.tar", "--batch-size", "8", "--max-steps", "2", "--workers", "0",
@@ -122,8 +122,7 @@ def test_texts_of_transformers_run_in_buckets_of_similar_length(bert, timm_weigh
             *(parameter.grad for parameter in model.clip.text.parameters() if parameter.grad is not None),
         ]
 
-    for bucketed, padded in zip(results(True), results(False), strict=True):
-        assert torch.allclose(bucketed, padded, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(results(True), results(False), rtol=1e-5, atol=1e-9)
     *divided, whole = shapes
     assert 2 <= len(divided) <= MOST_BUCKETS and sum(rows for rows, _ in divided) == whole[0] == 60
     assert sum(rows * width for rows, width in divided) < 0.5 * 60 * whole[1]
@@ -187,39 +186,38 @@ def test_a_trained_pair_of_towers_needs_nothing_else(bert, timm_weights, tmp_pat
 def test_towers_that_do_not_fit_are_one_line(bert, timm_weights, tmp_path, capsys):
     base = [*map(str, TRAIN), "--logs", str(tmp_path / "logs")]
 
-    def refused(**settings):
-        flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        line = refusal([*base, *flags], capsys)
-        return refusal_code(line), line
-
-    vit = timm_weights / "test_vit.safetensors"
-    code, line = refused(image_tower="timm:test_efficientnet", pretrained_image=vit)
-    assert code == "weights.other_model" and "conv_stem.weight is missing" in line and "more" in line
-    tiny = create_model(ModelConfig(model="leanclip-tiny"))
-    torch.save(tiny.clip.state_dict(), tmp_path / "wide.pt")
+    vit, wide, narrow = timm_weights / "test_vit.safetensors", tmp_path / "wide.pt", tmp_path / "narrow.json"
+    torch.save(create_model(ModelConfig(model="leanclip-tiny")).clip.state_dict(), wide)
     config = open_clip.get_model_config("leanclip-tiny")
-    (tmp_path / "narrow.json").write_text(json.dumps(config | {"embed_dim": 64}))  # pyright: ignore
-    code, line = refused(
-        model=tmp_path / "narrow.json", text_tower=f"hf:{bert}", pretrained_image=tmp_path / "wide.pt"
-    )
-    assert code == "weights.other_model" and "attnpool.c_proj.weight is (128, 512) in the file and (64, 512)" in line
-    code, line = refused(model=tmp_path / "narrow.json", pretrained=tmp_path / "wide.pt")
-    assert code == "weights.other_model" and "text_projection is (128, 128) in the file and (128, 64) in" in line
-    code, line = refused(model="leanclip-tiny", pretrained=vit)
-    assert code == "weights.other_model" and "positional_embedding is missing" in line and "more" in line
-    assert refused(text_tower=f"hf:{bert}", pretrained_text=tmp_path / "wide.pt")[0] == "weights.other_model"
-    assert refused(image_tower="timm:test_vitt")[0] == "model.unknown"
-    assert refused(text_tower=f"hf:{tmp_path}")[0] == "model.config_not_found"
-    assert refused(image_tower="timm:test_vit", pretrained_image="absent")[0] == "weights.not_found"
-    assert refused(image_tower="timm:test_vit", pretrained_image=tmp_path)[0] == "weights.not_found"
-    for kind in ("gpt2", [], {}):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-        code, line = refused(text_tower=f"hf:{tmp_path}")
-        assert code == "model.unsupported_text_tower" and "roberta" in line
-    assert "--pretrained-image" in refused(image_tower="timm:test_vit", pretrained=vit)[1]
-    assert refused(embed_dim=64)[0] == refused(image_tower="timm:test_vit", embed_dim=0)[0] == "config.bad_value"
-    assert refused(image_tower="ViT-B-32-quickgelu", text_tower="ViT-B-32")[0] == "model.other_activation"
-    assert not (tmp_path / "logs").exists() or not any((tmp_path / "logs").iterdir())
+    narrow.write_text(json.dumps(config | {"embed_dim": 64}))  # pyright: ignore
+    for name, model_type in (("unknown", None), ("gpt2", "gpt2"), ("list", [])):
+        (tmp_path / name).mkdir()
+        if model_type is not None:
+            (tmp_path / name / "config.json").write_text(json.dumps({"model_type": model_type}))
+    text, head, projection = f"hf:{bert}", "attnpool.c_proj.weight is", "text_projection is"
+    for settings, code, *words in (
+        ({"image_tower": "timm:test_efficientnet", "pretrained_image": vit}, "weights.other_model",
+         "conv_stem.weight is missing", "more"),
+        ({"model": narrow, "text_tower": text, "pretrained_image": wide}, "weights.other_model",
+         f"{head} (128, 512) in the file and (64, 512)"),
+        ({"model": narrow, "pretrained": wide}, "weights.other_model",
+         f"{projection} (128, 128) in the file and (128, 64) in"),
+        ({"model": "leanclip-tiny", "pretrained": vit}, "weights.other_model",
+         "positional_embedding is missing", "more"),
+        ({"text_tower": text, "pretrained_text": wide}, "weights.other_model"),
+        ({"image_tower": "timm:test_vitt"}, "model.unknown"),
+        ({"text_tower": f"hf:{tmp_path / 'unknown'}"}, "model.config_not_found"),
+        ({"image_tower": "timm:test_vit", "pretrained_image": "absent"}, "weights.not_found"),
+        ({"image_tower": "timm:test_vit", "pretrained_image": tmp_path}, "weights.not_found"),
+        ({"text_tower": f"hf:{tmp_path / 'gpt2'}"}, "model.unsupported_text_tower", "roberta"),
+        ({"image_tower": "timm:test_vit", "pretrained": vit}, "config.bad_value", "--pretrained-image"),
+        ({"embed_dim": 64}, "config.bad_value"),
+        ({"image_tower": "timm:test_vit", "embed_dim": 0}, "config.bad_value"),
+        ({"image_tower": "ViT-B-32-quickgelu", "text_tower": "ViT-B-32"}, "model.other_activation"),
+    ):  # fmt: skip
+        flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        assert_refused(code, [*base, *flags], capsys, *words)
+    assert not any((tmp_path / "logs").glob("*"))
 
 
 def test_a_refusal_leaves_the_run_that_it_would_overwrite(timm_weights, tmp_path, capsys, monkeypatch):
@@ -242,22 +240,17 @@ def test_a_refusal_leaves_the_run_that_it_would_overwrite(timm_weights, tmp_path
         (["--pretrained", "hf-hub:some/model"], "hub.unavailable"),
         (["--text-tower", "hf:some/bert"], "hub.unavailable"),
     ):
-        assert refusal_code(refusal([*base, *words, "--overwrite"], capsys)) == code
+        assert_refused(code, [*base, *words, "--overwrite"], capsys)
         assert files() == before, words
 
 
-def test_weights_of_towers_come_from_the_hub(bert, monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+def test_weights_of_towers_come_from_the_hub(bert, offline_hub):
     with refuses("hub.unavailable", "network"):
         create_model(ModelConfig(model="leanclip-tiny", text_tower="hf:some/bert"))
     with refuses("hub.unavailable", "test_vit"):
         name = "timm:test_vit.r160_in1k"
         create_model(ModelConfig(model="leanclip-tiny", image_tower=name, pretrained_image=name))
-    snapshot = tmp_path / "models--some--bert" / "snapshots" / ("0" * 40)
-    shutil.copytree(bert, snapshot)
-    (tmp_path / "models--some--bert" / "refs").mkdir()
-    (tmp_path / "models--some--bert" / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(bert, offline_hub("some", "bert"), dirs_exist_ok=True)
     model = create_model(ModelConfig(model="leanclip-tiny", text_tower="hf:some/bert", pretrained_text="some/bert"))
     stored = load_file(bert / "model.safetensors")["encoder.layer.0.attention.self.query.weight"]
     assert torch.equal(model.clip.text.transformer.encoder.layer[0].attention.self.query.weight, stored)

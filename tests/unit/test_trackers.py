@@ -17,6 +17,7 @@ from leanclip.runs.config import RunConfig, tracker_names
 from leanclip.runs.histograms import state_histograms
 from leanclip.runs.trackers import check_trackers
 from refusal import exit_code, refusal_code, refuses
+from run_records import records
 
 FEW = ["--batch-size", "64", "--log-every", "1", "--eval-every", "0", "--workers", "0", "--warmup", "1"]
 
@@ -27,7 +28,7 @@ def train(logs, name, *arguments):
 
 
 def rows(run, kind):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = records(run)
     return [row for row in lines if row["kind"] == kind]
 
 

@@ -11,6 +11,7 @@ from browser import CHROMIUM, inspect_page
 from leanclip.data.datasets import BUNDLED
 from leanclip.training import set_up
 from refusal import exit_code
+from run_records import losses, records
 
 
 def command(*arguments):
@@ -20,11 +21,6 @@ def command(*arguments):
 def train(logs, name, *arguments):
     command("train", "--recipe", "demo", "--logs", logs, "--name", name, *arguments)
     return logs / name
-
-
-def losses(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
 
 
 def weights(run):
@@ -43,14 +39,13 @@ def test_a_run_repeats_from_its_saved_toml(tmp_path):
 
 
 def test_resume_latest_drops_damaged_lines_and_those_after_the_checkpoint(tmp_path):
-    few = ["--batch-size", "64", "--log-every", "1", "--eval-every", "0", "--workers", "0"]
-    run = train(tmp_path, "run", *few, "--max-steps", "6", "--warmup", "1")
+    few = ["--batch-size", "64", "--log-every", "1", "--eval-every", "0", "--workers", "0", "--warmup", "1"]
+    run = train(tmp_path, "run", *few, "--max-steps", "6")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('123\n{"kind": "train", "step": 7, "loss": 1.0}\n{"kind": "tra')
-    train(tmp_path, "run", *few, "--max-steps", "8", "--warmup", "1", "--resume", "latest")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in lines if line.get("set") != "emoji groups"]
+    train(tmp_path, "run", *few, "--max-steps", "8", "--resume", "latest")
     assert "\n123\n" in (run / "metrics.jsonl.damaged-1").read_text()
+    steps = [line["step"] for line in records(run) if line.get("set") != "emoji groups"]
     assert [step for step in steps if step] == [1, 2, 3, 4, 5, 6, 6, 7, 8, 8]  # each part ended with an evaluation
 
 
@@ -59,9 +54,7 @@ def test_a_run_is_evaluated_loaded_and_reported(tmp_path, capsys):
     described = json.loads((run / "run.json").read_text())
     assert described["status"] == "finished" and described["train_samples"] == 1830
     assert "unseen renders of known concepts" in described["notes"][0]
-    evaluated = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval"' in line]
-    zero_shot = [line for line in evaluated if line["set"] == "emoji groups"]
-    evaluated = [line for line in evaluated if line["set"] == "val"]
+    evaluated, zero_shot = (records(run, "eval", set=name) for name in ("val", "emoji groups"))
     assert [line["step"] for line in evaluated] == [line["step"] for line in zero_shot] == [0, 6, 12]
     confusion = json.loads((run / "zero_shot.json").read_text())
     assert confusion["step"] == 12 and sum(map(sum, confusion["sets"]["emoji groups"]["confusion"])) == 200
@@ -111,14 +104,3 @@ def test_a_dry_run_says_what_would_happen_and_shows_a_batch(tmp_path, capsys, mo
     with Image.open(tmp_path / "dry.dry_run.png") as picture:
         assert picture.width > 900 and len(set(picture.convert("L").tobytes())) > 50
     assert not (tmp_path / "dry").exists()  # the real run may have this name
-
-
-def test_a_locked_tower_does_not_move(tmp_path):
-    few = ["--max-steps", "3", "--batch-size", "16", "--eval-every", "0", "--workers", "0", "--warmup", "0"]
-    start = train(tmp_path, "start", *few)
-    locked = train(tmp_path, "locked", *few, "--pretrained", start, "--lock-image", "--seed", "1")
-    before, after = weights(start), weights(locked)
-    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
-    trained = [name for name in moved if name.startswith("visual.")]
-    assert all(name.startswith("visual.attnpool.c_proj.") for name in trained) and len(moved) > len(trained) > 0
-    assert "logit_scale" in moved  # the loss's temperature, which started from the checkpoint's
