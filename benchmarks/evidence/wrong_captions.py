@@ -145,11 +145,11 @@ def run(trial: Trial, inputs: Inputs) -> dict[str, Any]:
         for name in SEARCH_SETS if searching else TEST_SETS:
             results |= {f"{name.split('-')[0]} {d[:13]}": v for d, v in recalls(model, inputs.data / name)}
         by_heart = "" if searching or trial.exchanged != 0.2 else f"{recall_by_heart(model, trial, inputs):.4f}"
-        detected = detection(trained.checkpoint, trial, excluded)
+        detected = detection(trained.checkpoint, trial, excluded) | {"fits_on": pair_fits(trained)}
     return {
         **trial._asdict(), **{name: f"{value:.4f}" for name, value in results.items()},
         "mean": f"{statistics.fmean(results.values()):.4f}", "tau_end": f"{model.temperature():.4f}", **detected,
-        "fits_on": pair_fits(trained), "by_heart": by_heart, "seconds": f"{seconds:.0f}",
+        "by_heart": by_heart, "seconds": f"{seconds:.0f}",
         **provenance(),
     }  # fmt: skip
 

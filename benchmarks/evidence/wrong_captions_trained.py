@@ -92,10 +92,11 @@ def run(trial: Trial, inputs: Inputs) -> dict[str, Any]:
             for direction in DIRECTIONS
         }
         detected = wrong_captions.detection(trained.checkpoint, projections, excluded)
+        detected["fits_on"] = wrong_captions.pair_fits(trained)
     return {
         **trial._asdict(), **{name: f"{value:.4f}" for name, value in found.items()},
         "mean": f"{statistics.fmean(found.values()):.4f}", **detected,
-        "fits_on": wrong_captions.pair_fits(trained), "seconds": f"{seconds:.0f}", **provenance(),
+        "seconds": f"{seconds:.0f}", **provenance(),
     }  # fmt: skip
 
 
