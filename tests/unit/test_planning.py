@@ -486,6 +486,21 @@ def test_a_trace_asks_fake_tensors_little(small_model, monkeypatch):
     assert not {str(operator) for operator in asked} & {"aten.empty_strided.default", "aten._fused_adamw_.default"}
 
 
+@pytest.mark.parametrize("loss", ["fastclip-v3", "siglip"])
+def test_a_row_of_tiles_stands_for_all_later_ones(loss, small_model, monkeypatch):
+    monkeypatch.setattr(tiled, "GPU_TILE_BYTES", 1 << 20)
+    predicted = []
+    for all_rows in (False, True):
+        if all_rows:
+            monkeypatch.setattr(
+                simulated_gpu, "two_rows_of_tiles", lambda trace, real, pairs, buffers: real(pairs, buffers=buffers)
+            )
+        step = predict_step(config_of(small_model, 1500, loss=loss, precision="fp32"), samples=5000)
+        flops = sum(number * kernel.flops for kernel, number in step.kernels.items())
+        predicted.append((step.needed, sum(step.kernels.values()), pytest.approx(flops, rel=0.01)))
+    assert predicted[0] == predicted[1]
+
+
 def test_a_loss_in_float32_is_traced_in_the_tiles_of_a_gpu(small_model, monkeypatch):
     """Those of a CPU are a sixteenth, and a plan took minutes for all of them."""
     tiles = []
