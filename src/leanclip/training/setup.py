@@ -127,11 +127,12 @@ def build(run: ResolvedRun) -> BuiltRun:
     notes += _nothing_frozen(config.model, model)
     if device.type == "cpu" and config.run.precision not in ("fp32", "fp64"):
         notes.append(f"--precision {config.run.precision} is slower than fp32 on most CPUs; leave it out")
-    visits = config.run.epochs * max(config.data.upsampling_factors or [1])
+    epochs = -(-run.steps // (len(run.data.train) // run.batch))
+    visits = epochs * max(config.data.upsampling_factors or [1])
     if config.data.pair_weights_mode != "off" and visits <= MIN_VISITS:
         notes.append(
             f"--pair-weights {config.data.pair_weights}: a pair is weighed after {MIN_VISITS} visits, which a run of"
-            f" {config.run.epochs} epoch(s) does not exceed: all weights stay 1, only the scores are kept"
+            f" {epochs} epoch(s) does not exceed: all weights stay 1, only the scores are kept"
         )
     if config.data.pair_weights_mode != "off" and config.data.captions_per_sample == 1:
         captions = most_captions(run.data.train.source)
