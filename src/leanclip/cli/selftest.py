@@ -49,6 +49,11 @@ class SelftestCommand:
     device: str | None = None
     """cpu or cuda. Default: a GPU if there is one."""
 
+    def __post_init__(self) -> None:
+        for name, value, least in (("batch_size", self.batch_size, 2), ("dim", self.dim, 1)):
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+
 
 def run(arguments: list[str]) -> None:
     command = parse(SelftestCommand, arguments, command="selftest", description=DESCRIPTION)
