@@ -60,7 +60,7 @@ def test_val_split_holds_out_without_overlap():
     assert len({*data.val.ids, *training_ids}) == 1830
     val, note = open_validation(DataConfig(val_split=0.1), seed=4)
     assert val is not None and (val.ids == data.val.ids).all() and note == data.note is not None
-    with refuses("data.empty_split", "--val-split"):
+    with refuses("data.empty_split", "--val-split", "such as 0.02"):
         open_datasets(DataConfig(val_split=1e-6), seed=4)
 
 
