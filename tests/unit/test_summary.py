@@ -160,8 +160,11 @@ def test_an_unlocked_projection_leaves_adapters_and_new_projections_alone():
 
 def test_a_lock_that_freezes_nothing_is_said(weights, tmp_path, capsys):
     locked = command(tmp_path, "--name", "x", "--pretrained", str(weights), "--lock-text", "--dry-run")
-    few, all_of_them = ([*locked, "--lock-text-unlocked-layers", count] for count in ("2", "20"))
-    assert "freezes nothing" not in finishes(few, capsys)
+    projection, few, all_of_them = ([*locked, "--lock-text-unlocked-layers", count] for count in ("1", "2", "20"))
+    equal = "--lock-text-unlocked-layers 1 equals --lock-text alone"
+    assert equal in finishes(projection, capsys)
+    printed = finishes(few, capsys)
+    assert "freezes nothing" not in printed and "equals" not in printed
     printed = finishes(all_of_them, capsys)
     assert "--lock-text freezes nothing: 20 layers are unlocked, and the text tower has" in printed
     assert "frozen" not in facts(printed)["text tower"]

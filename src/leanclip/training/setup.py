@@ -124,7 +124,7 @@ def build(run: ResolvedRun) -> BuiltRun:
     if saved is not None:
         notes += saved.compare(config, model.open_clip_config(), samples=run.samples, reset_loss=run.reset_loss)
         notes += [] if run.reset_loss else saved.ignored_settings(run.loss_flags)
-    notes += _nothing_frozen(config.model, model)
+    notes += _lock_notes(config.model, model)
     if device.type == "cpu" and config.run.precision not in ("fp32", "fp64"):
         notes.append(f"--precision {config.run.precision} is slower than fp32 on most CPUs; leave it out")
     epochs = -(-run.steps // (len(run.data.train) // run.batch))
@@ -147,10 +147,16 @@ def build(run: ResolvedRun) -> BuiltRun:
     )
 
 
-def _nothing_frozen(settings: ModelConfig, model: TwoTower) -> list[str]:
-    """Warnings where a tower is locked and all of its layers are unlocked."""
+def _lock_notes(settings: ModelConfig, model: TwoTower) -> list[str]:
+    """On locked towers of which all layers are unlocked, or only the projection, which is trained anyway."""
     unlocked = {"image": settings.lock_image_unlocked_groups, "text": settings.lock_text_unlocked_layers}
+    flags = {"image": "--lock-image-unlocked-groups", "text": "--lock-text-unlocked-layers"}
     return [
+        f"{flags[tower.side]} {unlocked[tower.side]} equals --lock-{tower.side} alone: the last layer is the"
+        f" projection, which is trained anyway; {unlocked[tower.side] + 1} trains a block, too"
+        for tower in model.summary()
+        if unlocked[tower.side] and tower.frozen_layers == tower.layers
+    ] + [
         f"warning: --lock-{tower.side} freezes nothing: {unlocked[tower.side]} layers are unlocked, and the"
         f" {tower.side} tower has {tower.layers} and its projection"
         for tower in model.summary()
