@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import numpy as np
@@ -57,9 +58,9 @@ def run_training(config: TrainConfig, *, began: float | None = None, quiet: bool
                 announce(job, directory, console)
                 checkpoint, stopped = train(job, directory, console, stop)
     if stopped:
-        name = "" if config.run.name else f"--name {directory.path.name} "
+        name = "" if config.run.name else f"--name {quote(directory.path.name)} "
         console.print(f"stopped, since {stopped}: the same command with {name}--resume auto continues the run")
-    console.print(f"checkpoint: {checkpoint}", f"report:     leanclip report {directory.path}", sep="\n")
+    console.print(f"checkpoint: {checkpoint}", f"report:     leanclip report {quote(str(directory.path))}", sep="\n")
     return FinishedRun(directory, checkpoint, stopped)
 
 

@@ -4,6 +4,7 @@ import sys
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 
@@ -121,7 +122,8 @@ def open_source(
     other = next((part for part in data.split("::") if _is_table(part) or part.startswith(synthetic.PREFIX)), None)
     if other is not None and (other != data or factors is not None):
         raise UserError(
-            f"{other} cannot be mixed or weighted, only shards can; pack it first: leanclip data pack {other} OUT",
+            f"{other} cannot be mixed or weighted, only shards can; pack it first: leanclip data pack"
+            f" {quote(other)} OUT",
             code="data.mixed_sources",
         )
     if data.startswith(synthetic.PREFIX):
@@ -136,7 +138,7 @@ def open_source(
         )
     if data.lower().endswith((".parquet", ".json")) or (is_folder(data) and not any(Path(data).glob("*.tar"))):
         raise UserError(
-            f"{data} holds no tar shards; pack its images first: leanclip data pack {data} OUT",
+            f"{data} holds no tar shards; pack its images first: leanclip data pack {quote(data)} OUT",
             code="data.not_packed",
         )
     return Shards(

@@ -1,6 +1,7 @@
 """The configuration of a training run: the settings of the run itself, and the tree of all settings."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from leanclip.data import DataConfig
@@ -122,6 +123,9 @@ class RunConfig:
                 )
         if self.name is not None and (not self.name.isprintable() or len(self.name.encode()) > LONGEST_NAME):
             raise ValueError(f"name is {self.name[:40]!r}...; give printable text of at most {LONGEST_NAME} bytes")
+        path = Path(self.name or "run")
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(f"name is {self.name!r}; it must be below --logs, without ..")
         if self.max_hours is not None and not self.max_hours > 0:
             raise ValueError(f"max_hours is {self.max_hours}; it must be more than 0")
         if self.ema is not None and not 0 < self.ema < 1:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, TypeVar
 
 import numpy as np
@@ -241,7 +242,8 @@ def open_engine(
     store = EmbeddingStore(Path(directory))
     if "images" not in store.tables:
         raise UserError(
-            f"{directory} holds captions only; add the images: leanclip embed MODEL DATA {directory} --of images",
+            f"{directory} holds captions only; add the images: leanclip embed MODEL DATA {quote(str(directory))}"
+            " --of images",
             code="search.no_images",
         )
     if missing := len(store.missing()):
