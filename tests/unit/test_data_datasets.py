@@ -7,6 +7,7 @@ import pytest
 from data_forms import make_csv
 from shard_files import picture, sound, write_shard
 
+from leanclip.config import TrainConfig, override
 from leanclip.data import DataConfig, Shards, check_manifest, load_manifest, open_datasets, open_validation
 from leanclip.data.datasets import BUNDLED
 from leanclip.data.files import expand
@@ -93,7 +94,7 @@ def test_a_field_that_no_sample_has_is_refused_before_anything_is_read(tmp_path,
     """The last sample alone has `late`."""
     files = sound(30) | {"00029.json": b'{"late": 1}', "00029.txt": b"late"}
     data = write_shard(tmp_path / "a.tar", files) if form == "shards" else make_csv(tmp_path, 3)
-    config = DataConfig(train_data=str(data), **{flag: "atuo"})
+    config = override(TrainConfig(), {"train_data": str(data), flag: "atuo"}, "test").data
     if form == "csv" and "caption" in flag:  # they name keys of a .json
         assert open_datasets(config, seed=0)
         return
@@ -101,7 +102,7 @@ def test_a_field_that_no_sample_has_is_refused_before_anything_is_read(tmp_path,
     with refuses(f"data.{code}", "atuo", f"--{flag.replace('_', '-')}"):
         open_datasets(config, seed=0)
     if form == "shards":
-        assert open_datasets(DataConfig(train_data=str(data), **{flag: "late"}), seed=0)
+        assert open_datasets(override(TrainConfig(), {"train_data": str(data), flag: "late"}, "test").data, seed=0)
 
 
 def test_a_check_refuses_a_caption_key_that_no_sample_has(tmp_path, capsys):
