@@ -80,6 +80,8 @@ class EvaluationConfig:
         check_limits(self)
         if self.suite_data and self.suite is None:
             raise ValueError("--suite-data needs --suite clip_benchmark or datacomp")
+        if "" in self.val_data:
+            raise ValueError("val_data is empty; name the data, or leave it out")
 
     @property
     def names_data(self) -> bool:
@@ -136,6 +138,9 @@ def open_sets(config: EvaluationConfig, candidate: SavedModel) -> EvaluationSets
     if not retrieval and not labelled and not config.suite:
         message = "the run has no validation data; give --val-data, --zero-shot or --imagenet-val"
         raise UserError(message, code="evaluation.no_data")
+    if config.templates is not None and not labelled:
+        message = "--templates needs images with classes, and none are evaluated; give --zero-shot or --imagenet-val"
+        raise UserError(message, code="evaluation.no_classes")
     if config.suite == "datacomp":
         suite, collected = datacomp_sets(config.suite_data)
     else:

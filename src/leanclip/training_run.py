@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 from rich.console import Console
@@ -50,9 +51,10 @@ def run_training(config: TrainConfig, *, began: float | None = None, quiet: bool
                 announce(job, directory, console)
                 ending = train(job, directory, console, stop)
     if ending.stopped:
-        name = "" if config.run.name else f"--name {directory.path.name} "
+        name = "" if config.run.name else f"--name {quote(directory.path.name)} "
         console.print(f"stopped, since {ending.stopped}: the same command with {name}--resume auto continues the run")
-    console.print(f"checkpoint: {ending.checkpoint}", f"report:     leanclip report {directory.path}", sep="\n")
+    report = f"leanclip report {quote(str(directory.path))}"
+    console.print(f"checkpoint: {ending.checkpoint}", f"report:     {report}", sep="\n")
     return ending
 
 

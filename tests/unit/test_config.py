@@ -69,7 +69,7 @@ def test_a_resolved_configuration_survives_its_file(tmp_path):
         ("epochs = true", "config.bad_value", ["epochs is True", "INT"]),
         ("precision = 'fp8'", "config.bad_value", ["'fp8'", "amp_bf16"]),
         ("epochs = 0", "config.bad_value", ["epochs is 0"]),
-        ("aug_scale = [0.9, 0.1]", "config.bad_value", ["aug_scale"]),
+        ("aug_scale = [0.9, 0.1]", "config.bad_value", ["aug_scale", "first at most the second"]),
         ("aug_scale = [0.9]", "config.bad_value", ["aug_scale is [0.9]", "2 values"]),
         ("tau_betas = ['a', 'b']", "config.bad_value", ["tau_betas is 'a'", "FLOAT FLOAT"]),
         ("zero_shot = [3]", "config.bad_value", ["zero_shot is 3", "STR"]),

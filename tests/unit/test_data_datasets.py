@@ -3,13 +3,15 @@
 import json
 
 import pytest
+from data_forms import make_csv
 from shard_files import picture, sound, write_shard
 
+from leanclip.config import TrainConfig, override
 from leanclip.data import DataConfig, Shards, check_manifest, load_manifest, open_datasets
 from leanclip.data.datasets import BUNDLED
 from leanclip.data.files import expand
 from leanclip.errors import UserError
-from refusal import refuses
+from refusal import refusal, refusal_code, refuses
 
 
 def test_the_bundled_data_are_complete():
@@ -59,7 +61,7 @@ def test_braces_that_name_too_many_files_are_refused(braces):
 
 
 def test_a_split_of_nothing_is_refused():
-    with refuses("data.empty_split", "--val-split"):
+    with refuses("data.empty_split", "--val-split", "such as 0.02"):
         open_datasets(DataConfig(val_split=1e-6), seed=4)
 
 
@@ -84,6 +86,28 @@ def test_a_manifest_with_impossible_values_is_refused(tmp_path):
         with pytest.raises(UserError) as raised:
             load_manifest(path)
         assert raised.value.code in ("data.bad_manifest", "file.bad_json")
+
+
+@pytest.mark.parametrize("form", ["shards", "csv"])
+@pytest.mark.parametrize("flag", ["pair_weights", "group_key", "caption_key", "caption_weights_key"])
+def test_a_field_that_no_sample_has_is_refused_before_anything_is_read(tmp_path, form, flag):
+    """The last sample alone has `late`."""
+    files = sound(30) | {"00029.json": b'{"late": 1}', "00029.txt": b"late"}
+    data = write_shard(tmp_path / "a.tar", files) if form == "shards" else make_csv(tmp_path, 3)
+    config = override(TrainConfig(), {"train_data": str(data), flag: "atuo"}, "test").data
+    if form == "csv" and "caption" in flag:  # they name keys of a .json
+        assert open_datasets(config, seed=0)
+        return
+    code = "missing_field" if form == "shards" else "missing_column"
+    with refuses(f"data.{code}", "atuo", f"--{flag.replace('_', '-')}"):
+        open_datasets(config, seed=0)
+    if form == "shards":
+        assert open_datasets(override(TrainConfig(), {"train_data": str(data), flag: "late"}, "test").data, seed=0)
+
+
+def test_a_check_refuses_a_caption_key_that_no_sample_has(tmp_path, capsys):
+    data = write_shard(tmp_path / "a.tar", sound(5))
+    assert refusal_code(refusal(["data", "check", data, "--caption-key", "nope"], capsys)) == "data.missing_field"
 
 
 @pytest.mark.parametrize("samples", [{}, {"1.txt": b"x"}])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from evaluation_sets import emoji, write_captions, write_classes
-from shard_files import write_shard
+from shard_files import sound, write_shard
 
 import leanclip
 from leanclip.data.datasets import BUNDLED
@@ -40,14 +40,14 @@ def sets(tmp_path):
 def test_several_sets_and_the_same_weights_as_an_open_clip_model(small_run, sets, capsys):
     data = ["--val-data", sets / "captions", "--val-data", BUNDLED / "val-000000.tar", "--zero-shot", sets / "groups"]
     data += ["--zero-shot", sets / "folders", "--per-class"]
-    files = ["--json", sets / "figures.json", "--csv", sets / "figures.csv"]
+    files = ["--json", sets / "new" / "figures.json", "--csv", sets / "figures.csv"]
     weights = small_run / "checkpoints" / "last" / "open_clip_model.safetensors"
     assert evaluate(small_run, *data, *files, "--baseline", f"{small_run.parent / 'small.json'}:{weights}") == 0
     shown = capsys.readouterr().out
     for word in ("captions", "val-000000", "groups", "folders", "median rank", "mean per class", "+0.0", "chance"):
         assert word in shown
     assert "class of folders" in shown and "most often mistaken for" in shown
-    results = json.loads((sets / "figures.json").read_text())["sets"]
+    results = json.loads((sets / "new" / "figures.json").read_text())["sets"]
     assert list(results) == ["captions", "val-000000", "groups", "folders"]
     assert results["captions"]["metrics"]["captions"] == 80
     folders = results["folders"]
@@ -107,12 +107,14 @@ def test_several_processes(small_run, sets, tmp_path):
         (["--imagenet-val", "."], "zero_shot.bad_layout", "--zero-shot"),
         (["--val-data", "classes"], "data.no_captions", "--zero-shot"),
         (["--zero-shot", "emoji", "--templates", "mine.txt"], "templates.not_found", "openai, simple"),
+        (["--val-data", "classes/mine.tar", "--templates", "nope"], "evaluation.no_classes", "--zero-shot"),
+        (["--val-data", ""], "config.bad_value", "--val-data is empty"),
         (["--baseline", "absent"], "checkpoint.not_found", "absent"),
         (["--baseline", "ViT-B-32"], "checkpoint.not_found", "ViT-B-32:TAG or ViT-B-32:FILE"),
         (["--baseline", "ViT-B-32:absent"], "weights.not_found", "ViT-B-32"),
         (["--suite-data", "x"], "config.bad_value", "--suite-data needs --suite"),
         (["--suite", "clip_bench"], "cli.bad_value", "clip_benchmark"),
-        (["--json", "absent/figures.json"], "evaluation.not_writable", "absent/figures.json"),
+        (["--json", "classes/mine.tar/a.json"], "evaluation.not_writable", "mine.tar/a.json"),
         (["--csv", "classes"], "evaluation.not_writable", "classes (not a regular file)"),
         (["--batch-size", "0"], "config.bad_value", "--batch-size is 0"),
     ],
@@ -120,6 +122,7 @@ def test_several_processes(small_run, sets, tmp_path):
 def test_refusals(arguments, code, word, small_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "classes").mkdir()
+    write_shard(tmp_path / "classes" / "mine.tar", sound(3))
     (tmp_path / "classes" / "dataset_type.txt").write_text("classification")
     assert_refused(code, ["evaluate", small_run, *arguments, "--device", "cpu"], capsys, word)
 

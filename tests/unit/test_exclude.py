@@ -12,11 +12,14 @@ from pyarrow import parquet
 from shard_files import picture, write_shard
 
 from leanclip.checkpointing.storage import StoredTensors
+from leanclip.config import override
 from leanclip.data.datasets import _checksum
 from leanclip.data.exclusion.listed import Listed, listed_samples, same_shards
 from leanclip.data.order import NO_IDS, SplitVisits, WeightedVisits
 from leanclip.data.shards import Shards
 from leanclip.data.source import Part
+from leanclip.runs import TrainConfig
+from leanclip.runs.defaults import fill
 from leanclip.suspects.find import Search, find_suspects
 from refusal import refuses
 
@@ -56,6 +59,13 @@ def test_an_epoch_visits_all_samples_but_those():
     assert np.array_equal(ids_of(whole.without(NO_IDS)), ids_of(whole))
     assert len(whole.without(np.arange(100))) == 0
     assert np.array_equal(visits.ids(), kept) and np.array_equal(whole.ids(), np.arange(100))
+
+
+def test_too_few_samples_are_left():
+    config = override(TrainConfig(), {"exclude": "out.txt", "global_batch_size": 64}, "test")
+    for left in (0, 3):
+        with refuses("config.batch_too_large", f"the {left} training samples that --exclude out.txt leaves"):
+            fill(config, samples=left)
 
 
 def test_held_out_samples_stay_held_out():

@@ -124,6 +124,20 @@ def test_a_resumed_run_does_not_evaluate_its_start_again(tuned, tmp_path):
     assert all(torch.equal(again[name], value) for name, value in saved.items())
 
 
+@pytest.mark.parametrize("way", ["the command", "its config.toml"])
+def test_a_run_is_resumed_without_the_file_that_it_started_from(tuned, tmp_path, way):
+    start = tmp_path / "start.safetensors"
+    assert command("export", tuned / "logs/first", start) == 0
+    flags = {"pretrained": start, "model": False}
+    assert tune(tmp_path, tuned, **flags) == 0
+    start.unlink()
+    if way == "its config.toml":
+        flags = {"config": tmp_path / "logs/run/config.toml", "model": False}
+    for steps in (4, 6):
+        assert tune(tmp_path, tuned, **flags, max_steps=steps, resume="auto") == 0
+    assert steps_of_metrics(tmp_path)[-1] == 6
+
+
 def test_the_ends_are_exact(tuned, tmp_path):
     """Bit for bit, in files and in models."""
     run = tuned / "logs/run"

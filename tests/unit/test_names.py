@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,11 @@ def test_consoles_are_made_in_one_place():
                 assert not named or "markup" in keywords, path
 
 
-@pytest.mark.parametrize("name", ["y[/]", "z[lr=1]", ":smile:"])
+@pytest.mark.parametrize("name", ["y[/]", "z[lr=1]", ":smile:", "two words"])
 def test_brackets_in_a_name_are_printed(name, tmp_path, capsys):
     command = train("--logs", str(tmp_path), "--name", name, *SHORT)
     assert str(tmp_path / name) in finishes([*command, "--dry-run"], capsys)
-    assert f"leanclip report {tmp_path / name}" in finishes(command, capsys)
+    assert f"leanclip report {shlex.quote(str(tmp_path / name))}" in finishes(command, capsys)
     assert str(tmp_path / name) in finishes([*command, "--resume", "auto"], capsys)
 
 
@@ -60,6 +61,10 @@ def test_brackets_in_a_table_and_a_bar(capsys):
         (["--image-mean", "inf", "0", "0"], "cli.bad_value"),
         (["--name", "x" * 300], "config.bad_value"),
         (["--name", "a\nb"], "config.bad_value"),
+        (["--name", "../a"], "config.bad_value"),
+        (["--name", "a/../../b"], "config.bad_value"),
+        (["--name", "/tmp/a"], "config.bad_value"),
+        (["--name", "."], "config.bad_value"),
         (["--name", os.fsdecode(b"\xff")], "cli.bad_value"),
         (["--train-data", os.fsdecode(b"\xff.tar")], "cli.bad_value"),
         (["--logs", "a\0b"], "cli.bad_value"),

@@ -16,7 +16,7 @@ from leanclip.cli.train import parse_command
 from leanclip.data.datasets import BUNDLED
 from leanclip.models import ModelConfig, create_model
 from leanclip.optim import OptimConfig, scheduled
-from leanclip.runs.defaults import fill
+from leanclip.runs.defaults import fill, total_steps
 from refusal import assert_refused, exit_code
 from run_records import records
 
@@ -113,7 +113,10 @@ def test_data_in_openclip_notation():
 
 def test_a_run_with_replacement_keeps_its_length(monkeypatch):
     line = "--train-data x.tar --dataset-resampled --train-num-samples 1000 --batch-size 10 --epochs 3"
-    assert settings(line)[0].run.max_steps == 300
+    config = settings(line)[0]
+    assert config.run.max_steps == 300
+    filled = fill(config, samples=25)  # epochs of two steps
+    assert total_steps(filled, samples=25, batch=10) == 300
     assert settings(f"{line} --accum-freq 5")[0].run.max_steps == 60
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")

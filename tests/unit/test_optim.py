@@ -69,8 +69,9 @@ def test_settings_outside_their_range_are_refused(name, bad, good):
 
 
 def test_an_unknown_optimizer_names_the_nearest():
-    with refuses("optim.unknown", "'lamp'", "lamb"):
-        create_optimizer(replace(RESOLVED, opt="lamp"), weight_decay_groups(model(), 0.1))
+    for name, nearest in (("lamp", "lamb, "), ("adamww", "nearest: adamw, radamw, ")):
+        with refuses("optim.unknown", repr(name), nearest):
+            create_optimizer(replace(RESOLVED, opt=name), weight_decay_groups(model(), 0.1))
 
 
 def test_the_schedule():

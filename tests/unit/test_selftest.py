@@ -45,8 +45,9 @@ def test_a_wrong_implementation_is_detected(monkeypatch):
         (["--recipe", "demo"], "selftest.no_processes"),
         (["--processes", "0"], "selftest.no_processes"),
         (["--loss", "clip"], "loss.unknown"),
-        (["--batch-size", "-1"], "config.bad_value"),
         (["--dim", "0"], "config.bad_value"),
+        (["--batch-size", "0"], "config.bad_value"),
+        (["--batch-size", "-3"], "config.bad_value"),
     ],
 )
 def test_bad_arguments_are_refused(flags, code, capsys):

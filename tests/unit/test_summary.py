@@ -75,6 +75,16 @@ def test_weights_are_fine_tuned_with_what_was_left_open(weights, tmp_path, capsy
     assert "learning rate 0.0003" in printed and "fastclip-v3 (" in printed and "fine-tuning" not in printed
 
 
+def test_the_file_of_a_run_from_scratch_is_named_where_it_keeps_its_settings(weights, tmp_path, capsys):
+    flags = ["--config", str(weights / "config.toml"), "--logs", str(tmp_path), "--dry-run"]
+    start = ["--pretrained", str(weights)]
+    expected = {(): False, (*start,): True, (*start, "--loss", "dcl", "--lr", "1"): False}
+    for more, said in expected.items():
+        capsys.readouterr()
+        assert exit_code("train", *flags, *more) == 0
+        assert ("config.toml sets --loss infonce --lr " in capsys.readouterr().err) == said
+
+
 def test_a_run_that_began_with_other_rates_keeps_them(weights, tmp_path, capsys):
     """As one from before the rule knew of weights."""
     start = command(tmp_path, "--name", "x", "--pretrained", str(weights))
@@ -174,8 +184,11 @@ def test_unlocked_projections_have_the_rates_of_projections(model, image, text, 
 
 def test_a_lock_that_freezes_nothing_is_said(weights, tmp_path, capsys):
     locked = command(tmp_path, "--name", "x", "--pretrained", str(weights), "--lock-text", "--dry-run")
-    few, all_of_them = ([*locked, "--lock-text-unlocked-layers", count] for count in ("2", "20"))
-    assert "freezes nothing" not in finishes(few, capsys)
+    projection, few, all_of_them = ([*locked, "--lock-text-unlocked-layers", count] for count in ("1", "2", "20"))
+    equal = "--lock-text-unlocked-layers 1 equals --lock-text alone"
+    assert equal in finishes(projection, capsys)
+    printed = finishes(few, capsys)
+    assert "freezes nothing" not in printed and "equals" not in printed
     printed = finishes(all_of_them, capsys)
     assert "--lock-text freezes nothing: 20 layers are unlocked, and the text tower has" in printed
     assert "frozen" not in facts(printed)["text tower"]

@@ -215,7 +215,7 @@ def _show_pack(command: PackCommand, source: "Packable", summary: "PackSummary")
 
 
 def _check(command: CheckCommand) -> None:
-    from leanclip.data import DataConfig, open_source
+    from leanclip.data import DataConfig, check_fields, open_source
     from leanclip.models import TokenCounter
     from leanclip.packing.check import check
     from leanclip.progress import progress_bar
@@ -230,6 +230,7 @@ def _check(command: CheckCommand) -> None:
     )
     count_tokens = TokenCounter(command.model)
     source = open_source(command.data, config)
+    check_fields(config, source)
     size = min(len(source), command.sample or len(source))
     workers = _workers(command.workers, size)
     report = {"data": command.data, "model": command.model, "threshold": command.threshold}

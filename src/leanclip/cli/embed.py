@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 from leanclip.cli.parse import parse
@@ -89,4 +90,4 @@ def run(arguments: list[str]) -> None:
             without = f" ({left_out:,} of {store.samples:,} samples have none)" if left_out else ""
             path = table.directory / "features.npy"
             console.print(f"{side}: {len(table.features):,} vectors of {store.dim} in {path}{without}")
-        console.print(f"look at them: leanclip search {command.out}")
+        console.print(f"look at them: leanclip search {quote(command.out)}")

@@ -87,6 +87,7 @@ def run(arguments: list[str]) -> None:
     for path in (command.json, command.csv, plot):
         if path is not None:
             with writing(Path(path), code="evaluation.not_writable"):
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
                 check_target(Path(path))  # before the evaluation, which takes long
     with joined_processes(command.settings) as config:
         console = make_console(quiet=not Ranks.current().first)

@@ -119,12 +119,14 @@ def _dataset_type(line: Line, name: str) -> Values:
 
 
 def _dataset_resampled(line: Line, name: str) -> Values:
-    """A run with replacement is as long as its virtual epochs, which are not passes over the data."""
+    """A run with replacement is as long as its virtual epochs, which are not passes over the data. As many epochs as
+    steps are enough for any data: --max-steps ends the run."""
     count, epochs = line.number("train-num-samples", 0), line.number("epochs", TrainConfig().run.epochs)
     batch = line.number("batch-size", 0) * line.number("accum-freq", 1) * detect_launch().size
     if not count or not batch or "max-steps" in line.flags:
         return {}
-    return {"max-steps": [str(epochs * max(1, count // batch))]}
+    steps = str(epochs * max(1, count // batch))
+    return {"max-steps": [steps], "epochs": [steps]}
 
 
 def _accum_freq(line: Line, name: str) -> Values:

@@ -40,7 +40,7 @@ class SelftestCommand:
     """With --processes: the recipe to check."""
     loss: str | None = None
     """The loss to check. Default: all of them; with --processes the run's own."""
-    batch_size: int | None = setting(None, limits=at_least(1))
+    batch_size: int | None = setting(None, limits=at_least(2))
     """Samples in the batch. Default: 257; with --processes 32 of the run's own."""
     dim: int = setting(96, limits=at_least(1))
     """Size of the embeddings."""

@@ -3,9 +3,11 @@
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.cli.parse import parse
+from leanclip.config import load_toml
 from leanclip.distributed import detect_launch
 from leanclip.errors import UserError
 from leanclip.planning.profile import StartUp, profile
@@ -52,6 +54,7 @@ def run(arguments: list[str]) -> None:
         return
     arguments, notes = from_openclip(arguments)
     command = parse_command(arguments)
+    notes += kept_from_scratch(command)
     for note in notes if detect_launch().rank == 0 else ():
         print(f"note: {note}", file=sys.stderr)
     if command.recipe == "list":
@@ -65,6 +68,19 @@ def run(arguments: list[str]) -> None:
             show_preview(config) if command.dry_run else show_profile(config, start_up)
     elif stopped := run_training(command.settings, began=began).stopped:
         sys.exit(exit_code(stopped))
+
+
+def kept_from_scratch(command: TrainCommand) -> list[str]:
+    """A note where the file of a run from scratch is given to a run from weights."""
+    config = command.settings
+    if command.config is None or not config.model.from_weights:
+        return []
+    file = load_toml(Path(command.config))
+    values = {"loss": config.run.loss, "lr": config.optim.lr}
+    kept = [f"--{name} {value}" for name, value in values.items() if name in file and file[name] == value]
+    if not kept or file.keys() & {"pretrained", "pretrained_image", "pretrained_text"}:
+        return []
+    return [f"{command.config} sets {' '.join(kept)}, as for a run from scratch; leave them out for fine-tuning"]
 
 
 def show_preview(config: TrainConfig) -> None:

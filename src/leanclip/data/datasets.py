@@ -4,6 +4,7 @@ import sys
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 
@@ -14,11 +15,12 @@ from leanclip.data.exclusion.listed import Listed, listed_samples
 from leanclip.data.files import is_folder
 from leanclip.data.order import NO_IDS, Visits, WeightedVisits
 from leanclip.data.shards import Shards
-from leanclip.data.source import BrokenCount, Manifest, Source, manifest_version
+from leanclip.data.source import BrokenCount, BrokenSample, Manifest, Source, manifest_version
 from leanclip.data.split import Split, split
 from leanclip.errors import UserError
 
 BUNDLED = Path(__file__).parent / "emoji"
+LOOKED_AT = 300  # samples, for a field that the settings name
 BUNDLED_NOTE = "Bundled emoji: held-out figures measure unseen renders of known concepts, not unseen concepts."
 
 
@@ -58,6 +60,7 @@ def open_datasets(config: DataConfig, *, seed: int, manifest: Manifest | None = 
     """Open the training and validation data; the manifest of a resumed run preserves the sample ids."""
     source = train_source(config, manifest)
     BrokenCount(config.max_broken).add(len(source), source.broken)
+    check_fields(config, source)
     _explain_ignored_counts(config, source)
     if config.val_split:
         if any(part.factor != 1 for part in source.parts):
@@ -119,7 +122,8 @@ def open_source(
     other = next((part for part in data.split("::") if _is_table(part) or part.startswith(synthetic.PREFIX)), None)
     if other is not None and (other != data or factors is not None):
         raise UserError(
-            f"{other} cannot be mixed or weighted, only shards can; pack it first: leanclip data pack {other} OUT",
+            f"{other} cannot be mixed or weighted, only shards can; pack it first: leanclip data pack"
+            f" {quote(other)} OUT",
             code="data.mixed_sources",
         )
     if data.startswith(synthetic.PREFIX):
@@ -134,7 +138,7 @@ def open_source(
         )
     if data.lower().endswith((".parquet", ".json")) or (is_folder(data) and not any(Path(data).glob("*.tar"))):
         raise UserError(
-            f"{data} holds no tar shards; pack its images first: leanclip data pack {data} OUT",
+            f"{data} holds no tar shards; pack its images first: leanclip data pack {quote(data)} OUT",
             code="data.not_packed",
         )
     return Shards(
@@ -144,6 +148,33 @@ def open_source(
         weights_key=config.caption_weights_key,
         manifest=manifest,
     )
+
+
+def check_fields(config: DataConfig, source: Source) -> None:
+    """Refuse a field of the metadata that no sample has, before anything takes long."""
+    fields = {"--pair-weights": config.pair_weights_field, "--group-key": config.group_key}
+    if isinstance(source, Shards):  # samples without captions there have them in the .txt
+        caption_key = None if config.caption_key == DataConfig.caption_key else config.caption_key
+        fields |= {"--caption-key": caption_key, "--caption-weights-key": config.caption_weights_key}
+    ids = np.unique(np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source))).astype(int)).tolist()
+    for flag, key in fields.items():
+        choices = "; --pair-weights takes off, learned, auto or a field" if flag == "--pair-weights" else ""
+        try:
+            if key is None or any(_has_field(source, index, key) for index in ids):
+                continue
+        except UserError as error:  # a table without such a column
+            raise UserError(f"{flag} {key}: {error}{choices}", code=error.code) from error
+        raise UserError(
+            f"{flag} {key}: no sample (of {len(ids):,} looked at) has a field {key!r} in its metadata{choices}",
+            code="data.missing_field",
+        )
+
+
+def _has_field(source: Source, index: int, key: str) -> bool:
+    try:
+        return source.field(index, key) is not None
+    except BrokenSample:
+        return False
 
 
 def _is_table(data: str) -> bool:

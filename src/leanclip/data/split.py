@@ -37,7 +37,11 @@ def split(source: Source, share: float, seed: int, *, count: int, version: int) 
     """Hold out a share of the first `count` samples. In a run of version 1, equal images may be on both sides."""
     held_out = round(share * count)
     if not 0 < held_out < count:
-        raise UserError(f"--val-split {share} of {count} samples gives an empty set", code="data.empty_split")
+        raise UserError(
+            f"--val-split {share} of {count:,} samples gives an empty set; give a share such as"
+            f" {max(0.02, 1 / count):.2g}, or --val-data",
+            code="data.empty_split",
+        )
     if version > 1 and isinstance(source, Shards) and any(is_remote(file.path) for file in source.files):
         return _split_shards(source, held_out, seed, count)
     visits = SplitVisits(count, held_out, seed)
@@ -51,9 +55,10 @@ def split(source: Source, share: float, seed: int, *, count: int, version: int) 
             f"--val-split {share}: the images are too few, or all the same; give --val-data", code="data.empty_split"
         )
     copies = np.intersect1d(equal[0], visits.held_out_ids)
+    held_out = len(visits.held_out_ids)
     message = (
-        f"--val-split: no image is on both sides; {len(copies):,} of {len(visits.held_out_ids):,} held-out samples"
-        " have the image of another one and are not evaluated (held_out.csv in the run directory lists all)"
+        f"--val-split: {held_out:,} samples are held out; {held_out - len(copies):,} of them are evaluated, and"
+        f" the other {len(copies):,} have the same images as these (held_out.csv in the run directory lists all)"
     )
     return Split(visits, visits.held_out_ids, (message,) if len(copies) else (), copies)
 

@@ -73,10 +73,9 @@ class Refit(NamedTuple):
 
     @property
     def described(self) -> str:
-        reason = f" (up to {SMALLEST_SHARE:.0%} they stay off)"
-        if self.wrong_pairs > SMALLEST_SHARE:
-            reason = " (the estimate is not certain enough: the model does not tell right from wrong yet)"
-        state = "on" if self.on else f"off{reason}"
+        if not self.on and self.wrong_pairs > SMALLEST_SHARE:  # the estimate is not certain
+            return "pair weights: off, the model does not tell right from wrong captions well enough yet"
+        state = "on" if self.on else f"off (up to {SMALLEST_SHARE:.0%} they stay off)"
         return f"pair weights: {self.wrong_pairs:.1%} of the pairs look wrong; weights are {state}"
 
 

@@ -125,7 +125,7 @@ class ModelConfig:
         invalid = {
             "aug_scale": (
                 self.aug_scale and not 0 < self.aug_scale[0] <= self.aug_scale[1] <= 1,
-                "two shares in (0, 1]",
+                "two shares in (0, 1], the first at most the second",
             ),
             "embed_dim": (
                 self.embed_dim is not None and (self.embed_dim < 1 or not self.composed),

@@ -1,6 +1,7 @@
 """The configuration of a training run: the settings of the run itself, and the tree of all settings."""
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from leanclip.data import DataConfig
@@ -113,6 +114,9 @@ class RunConfig:
                 )
         if self.name is not None and (not self.name.isprintable() or len(self.name.encode()) > LONGEST_NAME):
             raise ValueError(f"name is {self.name[:40]!r}...; give printable text of at most {LONGEST_NAME} bytes")
+        path = Path(self.name or "run")
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(f"name is {self.name!r}; it must be below --logs, without ..")
         if self.reset_loss_state and self.resume is None:
             raise ValueError("--reset-loss-state needs a run to resume; give --resume")
         if self.resume is not None and self.overwrite:

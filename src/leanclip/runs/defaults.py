@@ -245,9 +245,10 @@ def _intervals(run: RunConfig, *, epoch: int, steps: int) -> dict[str, int | Non
 
 def total_steps(config: TrainConfig, *, samples: int, batch: int) -> int:
     if samples < batch:
+        left = "" if config.data.exclude is None else f" that --exclude {config.data.exclude} leaves"
         raise UserError(
-            f"{samples} training samples do not fill one batch of {batch}; give a smaller --batch-size or"
-            " --global-batch-size",
+            f"the {samples} training samples{left} do not fill one batch of {batch}; give a smaller --batch-size or"
+            f" --global-batch-size{', or exclude fewer' if left else ''}",
             code="config.batch_too_large",
         )
     steps = config.run.epochs * (samples // batch)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -254,7 +255,8 @@ def open_engine(
     store = EmbeddingStore(Path(directory))
     if "images" not in store.tables:
         raise UserError(
-            f"{directory} holds captions only; add the images: leanclip embed MODEL DATA {directory} --of images",
+            f"{directory} holds captions only; add the images: leanclip embed MODEL DATA {quote(str(directory))}"
+            " --of images",
             code="search.no_images",
         )
     if missing := len(store.missing()):

@@ -11,6 +11,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class EmbeddingStore:
         self.directory = directory
         if not (directory / FACTS).is_file():
             raise UserError(
-                f"no embeddings in {directory}: make some with leanclip embed MODEL DATA {directory}",
+                f"no embeddings in {directory}: make some with leanclip embed MODEL DATA {quote(str(directory))}",
                 code="search.no_embeddings",
             )
         self.facts: dict[str, Any] = read_json(directory / FACTS)

@@ -16,9 +16,9 @@ from leanclip.errors import UserError
 from leanclip.evaluation import RECALLS, LabelledSet, Prompts, labelled_sets, prompts_for, zero_shot_metrics
 from leanclip.losses import LossConfig
 from leanclip.losses.registry import spec_of
-from leanclip.models import model_config_of
+from leanclip.models import CONFIG_FILE, ModelConfig, model_config_of, named_architecture
 from leanclip.runs.config import AUTO_LOSS, TrainConfig
-from leanclip.runs.defaults import OPTIMIZER_RULES, fill, loss_name, total_steps
+from leanclip.runs.defaults import OPTIMIZER_RULES, fill, loss_name, model_of, total_steps
 from leanclip.runs.trackers import check_trackers
 
 FILLED_RATES = ("lr", "lr_image", "lr_text", "lr_head", "warmup")  # where a run starts from weights
@@ -104,7 +104,18 @@ def _as_begun(config: TrainConfig, saved: SavedRun) -> TrainConfig:
         optim = replace(optim, **{name: rate for name, rate in open_rates.items() if isinstance(rate, int | float)})
     if data.pair_weights is None:
         data = replace(data, pair_weights=str(before.get("pair_weights") or "off"))
-    return replace(config, run=run, optim=optim, data=data)
+    return replace(config, model=_model_as_begun(config, saved), run=run, optim=optim, data=data)
+
+
+def _model_as_begun(config: TrainConfig, saved: SavedRun) -> ModelConfig:
+    """The checkpoint holds weights and architecture: the files that the run started from may have moved."""
+    model = config.model
+    name = model.model
+    if name is None and model.pretrained is not None:
+        name = model_of(model.pretrained) or str(saved.content["settings"]["model"])
+    if name is not None and name.endswith((".json", ".safetensors")) and not Path(name).is_file():
+        name = named_architecture(saved.path / CONFIG_FILE, ())
+    return replace(model, model=name)
 
 
 def _filled_for_weights(asked: TrainConfig, filled: TrainConfig) -> list[str]:

@@ -175,7 +175,7 @@ def describe(job: Job, version: str) -> dict[str, object]:
         "decode": "gpu" if job.loader.resizes_on_gpu else "cpu",
         "micro_batches": job.context.micro_batches,
         "steps": job.steps,
-        "epochs": config.run.epochs,
+        "epochs": job.epochs,
         "ema": config.run.ema,
         "environment": environment(job.device),
         "notes": [job.data.note] if job.data.note else [],

@@ -125,14 +125,15 @@ def build(run: ResolvedRun) -> BuiltRun:
     if saved is not None:
         notes += saved.compare(config, model.open_clip_config(), samples=run.samples, reset_loss=run.reset_loss)
         notes += [] if run.reset_loss else saved.ignored_settings(run.loss_flags)
-    notes += _nothing_frozen(config.model, model)
+    notes += _lock_notes(config.model, model)
     if device.type == "cpu" and config.run.precision not in ("fp32", "fp64"):
         notes.append(f"--precision {config.run.precision} is slower than fp32 on most CPUs; leave it out")
-    visits = config.run.epochs * max(config.data.upsampling_factors or [1])
+    epochs = -(-run.steps // (len(run.data.train) // run.batch))
+    visits = epochs * max(config.data.upsampling_factors or [1])
     if config.data.pair_weights_mode != "off" and visits <= MIN_VISITS:
         notes.append(
             f"--pair-weights {config.data.pair_weights}: a pair is weighed after {MIN_VISITS} visits, which a run of"
-            f" {config.run.epochs} epoch(s) does not exceed: all weights stay 1, only the scores are kept"
+            f" {epochs} epoch(s) does not exceed: all weights stay 1, only the scores are kept"
         )
     if config.data.pair_weights_mode != "off" and config.data.captions_per_sample == 1:
         captions = most_captions(run.data.train.source)
@@ -147,10 +148,16 @@ def build(run: ResolvedRun) -> BuiltRun:
     )
 
 
-def _nothing_frozen(settings: ModelConfig, model: TwoTower) -> list[str]:
-    """Warnings where a tower is locked and all of its layers are unlocked."""
+def _lock_notes(settings: ModelConfig, model: TwoTower) -> list[str]:
+    """On locked towers of which all layers are unlocked, or only the projection, which is trained anyway."""
     unlocked = {"image": settings.lock_image_unlocked_groups, "text": settings.lock_text_unlocked_layers}
+    flags = {"image": "--lock-image-unlocked-groups", "text": "--lock-text-unlocked-layers"}
     return [
+        f"{flags[tower.side]} {unlocked[tower.side]} equals --lock-{tower.side} alone: the last layer is the"
+        f" projection, which is trained anyway; {unlocked[tower.side] + 1} trains a block, too"
+        for tower in model.summary()
+        if unlocked[tower.side] and tower.frozen_layers == tower.layers
+    ] + [
         f"warning: --lock-{tower.side} freezes nothing: {unlocked[tower.side]} layers are unlocked, and the"
         f" {tower.side} tower has {tower.layers} and its projection"
         for tower in model.summary()
