@@ -42,7 +42,7 @@ def create_optimizer(config: OptimConfig, groups: list[dict[str, Any]]) -> Optim
     name = "momentum" if config.opt == "sgdm" else config.opt  # timm's plain "sgd" has Nesterov momentum on
     known = list_optimizers()
     if name not in known:
-        choices = list(dict.fromkeys(["adamw", "lamb", "lion", "sgdm", *known]))
+        choices = list(dict.fromkeys(["adamw", "lamb", "lion", "sgdm", *map(str, known)]))
         near = difflib.get_close_matches(config.opt, choices, n=3) or choices[:4]
         raise UserError(f"unknown --opt {config.opt!r}; nearest: {', '.join(near)}", code="optim.unknown")
     extra: dict[str, Any] = {"momentum": config.momentum}
