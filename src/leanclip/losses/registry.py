@@ -165,15 +165,10 @@ def loss_from_config(
     if hyper.learn_tau is False and hyper.lr_tau is not None:
         raise ArgumentError("learn_tau is False: leave lr_tau out", code="loss.bad_value")
     rule = _temperature(spec, hyper, hyper.tau)
-    tables = {f"log_u_{side}": -math.inf for side in SIDES} if spec.running else {}
-    if learns:
-        tables |= TABLES
-    if isinstance(rule, IndividualTemperature):
-        tables |= rule.tables(hyper.tau)
-    if hyper.eps_form == "published":
-        tables |= {f"shift_{side}": 0.0 for side in SIDES}
-    widths = dict.fromkeys(TABLES, captions_per_sample) if captions_per_sample > 1 else {}
-    state = SampleState(num_samples, tables, widths) if keeps_state and num_samples is not None else None
+    state = None
+    if keeps_state and num_samples is not None:
+        widths = dict.fromkeys(TABLES, captions_per_sample) if captions_per_sample > 1 else {}
+        state = SampleState(num_samples, _tables(spec, hyper, rule, learns), widths)
     weights = PairWeights(state, pair_weights, captions_per_sample) if learns and state is not None else None
     if name == "siglip":
         assert isinstance(rule, GlobalTemperature) and hyper.bias is not None
@@ -200,6 +195,18 @@ def loss_from_config(
         lr_tau=hyper.lr_tau,
         follows_schedule=spec.temperature != "robust",
     )
+
+
+def _tables(spec: Spec, hyper: LossConfig, rule: Rule, learns: bool) -> dict[str, float]:
+    """What is kept for each sample, with its value before the first visit."""
+    tables = {f"log_u_{side}": -math.inf for side in SIDES} if spec.running else {}
+    if learns:
+        tables |= TABLES
+    if isinstance(rule, IndividualTemperature):
+        tables |= rule.tables(hyper.tau)
+    if hyper.eps_form == "published":
+        tables |= {f"shift_{side}": 0.0 for side in SIDES}
+    return tables
 
 
 def _temperature(spec: Spec, hyper: LossConfig, tau: float) -> Rule:
