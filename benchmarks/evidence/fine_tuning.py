@@ -13,9 +13,11 @@ The rate is chosen with seed 101 on Flickr8k val and the 2,000 photographs of a 
 trained on; then seeds 301 to 305 on all data, last checkpoint.
 Kept and gained: heads trained on COCO alone, then all weights fine-tuned on Flickr8k's 6,000 by the recipe finetune
 at the rate chosen above; Flickr8k test and COCO val at interpolation weights 0, 0.25, 0.5, 0.75, 1, seed 301.
+--on-cpu (registered later, before its row): kept and gained alone, on 2 CPU cores in float32: one view, heads for 16
+epochs on COCO, then all weights for 2 epochs on Flickr8k at 3e-5, the middle one of the rates above.
 Timed: the first heads run and a second one are alone on the GPU; all other runs share it, their seconds say nothing.
 
-    python benchmarks/evidence/fine_tuning.py DATA WEIGHTS  # again after a stop: what has no row yet
+    python benchmarks/evidence/fine_tuning.py DATA WEIGHTS [--on-cpu]  # again after a stop: what has no row yet
 """
 
 import argparse
@@ -69,6 +71,7 @@ class Inputs(NamedTuple):
     data: Path
     weights: Path
     runs: Path  # directory of the runs that others start from
+    on_cpu: bool = False
 
     def towers(self, method: str) -> dict[str, Any]:
         text = self.weights / "all-MiniLM-L6-v2"
@@ -92,6 +95,8 @@ def train(inputs: Inputs, method: str, data: tuple[str, ...], name: str, **setti
         "aug_scale": (0.5, 1.0), **({"cache_locked": 4} if heads else {}),
         **({"epochs": 16} if method == "heads" else {}), **settings,
     }  # fmt: skip
+    if inputs.on_cpu:
+        settings |= {"cache_locked": 1} if heads else {"epochs": 2}
     return leanclip.train(**settings)
 
 
@@ -221,10 +226,15 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("weights", type=Path)
     parser.add_argument("--processes", type=int, default=10)
+    parser.add_argument("--on-cpu", action="store_true")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        inputs = Inputs(options.data, options.weights, Path(folder))
+        inputs = Inputs(options.data, options.weights, Path(folder), options.on_cpu)
+        if options.on_cpu:
+            with ProcessPoolExecutor(1, mp_context=context) as alone:
+                record([Trial("between", "finetune", 3e-5, SEEDS[0])], inputs, alone)
+            return
         with ProcessPoolExecutor(1, mp_context=context) as alone:
             timed = Trial("timed", "heads", 0.0, SEEDS[0])
             for _ in range(2 - stored()[timed]):
