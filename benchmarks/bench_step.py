@@ -65,6 +65,7 @@ CASES = (
     Case("ViT-B-32", "ViT-B-32", 2048),
     Case("ViT-B-32, one long", "ViT-B-32", 2048, one_long=True),
     Case("ViT-B-16", "ViT-B-16", 768),
+    Case("ViT-L-14", "ViT-L-14", 256),
     Case("small at 64 px", SMALL, 128),
 )
 PROVIDERS = ("leanclip", "leanclip eager", "leanclip fastclip-v3", "open_clip", "open_clip compiled")
