@@ -292,10 +292,10 @@ def test_a_table_takes_eight_bytes_per_row(tmp_path):
 
 @pytest.mark.parametrize("form", ["", ":jpeg"])
 def test_synthetic_samples_are_fixed_and_differ(form):
-    source = open_source(f"synthetic:{10**12}{form}", DataConfig())
+    source = open_source(f"synthetic:{10**9 - 1}{form}", DataConfig())
     again = pickle.loads(pickle.dumps(source))
-    assert len(source) == 10**12 and len(pickle.dumps(source)) < 500
-    ids = [0, 1, 64, 2**20, 10**12 - 1]
+    assert len(source) == 10**9 - 1 and len(pickle.dumps(source)) < 500
+    ids = [0, 1, 64, 2**20, 10**9 - 2]
     images = [source.image_bytes(index) for index in ids]
     assert images == [again.image_bytes(index) for index in ids]
     assert len(set(images)) == len(ids)

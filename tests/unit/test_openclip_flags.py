@@ -78,8 +78,8 @@ def test_honoured_and_translated_values_arrive():
         "opt": "lamb", "eps_opt": 1e-7, "beta2": 0.95, "lr": 2e-3, "lr_scheduler": "const-cooldown",
         "epochs_cooldown": 2, "lr_floor": 1e-6, "lr_cooldown_power": 2.0, "save_frequency": 2, "val_frequency": 0,
         "eps": None, "force_image_size": 64, "force_patch_dropout": 0.5, "force_context_length": 16,
-        "lock_image": True, "lock_image_unlocked_groups": 2, "pretrained": None, "aug_scale": [0.4, 1.0],
-        "aug_color_jitter": [0.32, 0.32, 0.32, 0.08], "aug_color_jitter_prob": 0.8, "aug_gray_scale_prob": 0.2,
+        "lock_image": True, "lock_image_unlocked_groups": 2, "pretrained": None, "aug_scale": (0.4, 1.0),
+        "aug_color_jitter": (0.32, 0.32, 0.32, 0.08), "aug_color_jitter_prob": 0.8, "aug_gray_scale_prob": 0.2,
         "grad_checkpointing": True,
     }  # fmt: skip
     values = config.values()
