@@ -189,7 +189,8 @@ def load_tower(clip: Any, side: Side, source: str) -> bool:
     check_weights(path)
     content: Any = open_clip.factory.load_state_dict(str(path), weights_only=True)
     weights: dict[str, Tensor] = {name: value for name, value in content.items() if isinstance(value, Tensor)}
-    tower = clip.visual if side == "image" else clip.text
+    # The text tower of open_clip's plain CLIP lies in the model itself, beside `visual`.
+    tower = clip.visual if side == "image" else getattr(clip, "text", clip)
     prefix = "visual." if side == "image" else "text."
     if any(name.startswith("visual.") for name in weights):  # a whole CLIP model
         if side == "text" and not any(name.startswith("text.") for name in weights):  # one without a text module
@@ -254,7 +255,11 @@ def _hugging_face(transformer: Any, weights: dict[str, Tensor]) -> dict[str, Ten
 
 def _check_tower(target: nn.Module, weights: dict[str, Tensor], optional: set[str], path: Path, side: Side) -> None:
     """Refuse weights of another architecture, and say which parameters differ."""
-    shapes = {name: tuple(value.shape) for name, value in target.state_dict().items()}
+    shapes = {
+        name: tuple(value.shape)
+        for name, value in target.state_dict().items()
+        if not (hasattr(target, "visual") and name.startswith(("visual.", "logit_")))  # a plain CLIP's text tower
+    }
     differing = [
         f"{name} is {tuple(weights[name].shape)} in the file and {shape} in the tower"
         for name, shape in shapes.items()
