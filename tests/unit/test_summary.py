@@ -5,12 +5,15 @@ import re
 import shlex
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from shard_files import picture, write_shard
 from test_locked_towers import COCA
 from test_names import SHORT, finishes
 
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.config import TrainConfig, override
+from leanclip.models import ModelConfig, create_model
 from leanclip.recipes import load_recipe
 from leanclip.runs.defaults import fill
 from leanclip.training.model_setup import model_for_run
@@ -148,6 +151,12 @@ MIXED = {"image_tower": "timm:resnet50", "text_tower": "ViT-B-32", "pretrained_i
         ),
         (VIT_TOWER | {"lr": 1e-3}, {"lr_head": None}),
         (
+            {"pretrained_image": "x", "lock_image": True, "global_batch_size": 1024},
+            {"lr": 1e-5, "lr_head": 5e-4, "lr_image": None, "lr_text": 1e-3},
+        ),
+        ({"pretrained_text": "x", "lora_text": 8}, {"lr_head": 5e-4}),
+        ({"pretrained_image": "x", "pretrained_text": "timm:x"} | LOCKED, {"lr": 5e-4, "lr_head": None}),
+        (
             MIXED | LOCKED | {"lock_text_unlocked_layers": 1},  # its projection, beside a new one
             {"loss": "fastclip-v1", "pair_weights": "auto", "lr": 5e-4},
         ),
@@ -157,6 +166,29 @@ MIXED = {"image_tower": "timm:resnet50", "text_tower": "ViT-B-32", "pretrained_i
 def test_what_is_trained_decides_the_values_that_are_filled_in(given, expected):
     values = filled(**given).values()
     assert {name: values.get(name) for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_projections_that_the_files_hold_are_trained_like_their_towers(suffix, tmp_path):
+    clip = create_model(ModelConfig(model="leanclip-tiny")).clip
+    whole = {name: value.contiguous() for name, value in clip.state_dict().items()}
+    images = {name.removeprefix("visual."): value for name, value in whole.items() if name.startswith("visual.")}
+    texts = {name: value for name, value in whole.items() if not name.startswith(("visual.", "logit_"))}
+    bare = {name: value for name, value in texts.items() if name != "text_projection"}
+    files = {"whole": whole, "images": images, "texts": texts, "bare": bare}
+    for name, weights in files.items():
+        if suffix == "pt":
+            torch.save(
+                {"state_dict": {f"module.{key}": value for key, value in weights.items()}}, tmp_path / f"{name}.pt"
+            )
+        else:
+            save_file(weights, tmp_path / f"{name}.safetensors")
+    expected = {("whole", "whole"): None, ("images", "texts"): None, ("whole", "bare"): HEADS}
+    for (image, text), rate in expected.items():
+        image, text = (str(tmp_path / f"{name}.{suffix}") for name in (image, text))
+        assert filled(model="leanclip-tiny", pretrained_image=image, pretrained_text=text).optim.lr_head == rate
+        built = create_model(ModelConfig(model="leanclip-tiny", pretrained_image=image, pretrained_text=text))
+        assert bool(built.new_projections) == (rate is not None)
 
 
 HEADS, TOWERS = 5e-4, 1e-5 / 2**0.5  # rates at batch 128
