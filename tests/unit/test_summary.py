@@ -238,6 +238,28 @@ def test_the_summary_names_what_is_frozen(weights, tmp_path, capsys):
     assert str(weights) in tower and "frozen" in tower and "1.4 M of 1.4 M" not in tower
 
 
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (
+            ["--lr-image", "1e-6", "--lr-text", "1e-5", "--lr-head", "1e-3"],
+            "1e-06 (image tower), 1e-05 (text tower), 0.001 (projections), cosine",
+        ),
+        (["--lr", "1e-4", "--lr-head", "1e-3"], "0.0001 (image tower, text tower), 0.001 (projections), cosine"),
+        (["--lr", "5e-4", "--lr-text", "5e-5", "--lock-image"], "5e-05 (text tower), 0.0005 (projections), cosine"),
+        (["--lr", "1e-4", "--lr-head", "1e-3", "--lock-image", "--lock-text"], "0.001 cosine"),
+        (
+            ["--lr", "1e-4", "--lr-text", "1e-3", "--lock-image", "--lora-text", "2"],
+            "0.0001 (projections), 0.001 (text tower), cosine",
+        ),
+        (["--lr", "1e-4", "--layer-decay", "0.5"], "0.0001, layer decay 0.5, cosine"),
+    ],
+)
+def test_the_summary_names_every_rate_in_use(flags, shown, weights, tmp_path, capsys):
+    start = command(tmp_path, "--name", "x", "--pretrained", str(weights), "--dry-run")
+    assert f"learning rate {shown} after" in facts(finishes([*start, *flags], capsys))["optimizer"]
+
+
 def test_a_coca_model_says_that_its_decoder_is_not_trained(tmp_path, capsys):
     text = COCA["text_cfg"] | {"vocab_size": 49408, "context_length": 77}
     decoder = COCA["multimodal_cfg"] | {"vocab_size": 49408}
