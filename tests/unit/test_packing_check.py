@@ -2,16 +2,22 @@
 
 import json
 
+import pyarrow
 import pytest
 from data_forms import bundled, make_csv, write_images, write_table
 from in_workers import count_words
+from pyarrow import parquet
 from shard_files import picture, write_shard
 
 from leanclip.data import DataConfig, Shards, open_source
+from leanclip.data.csv_table import Table
 from leanclip.data.synthetic import Synthetic
 from leanclip.models import TokenCounter
 from leanclip.packing.check import check
+from leanclip.packing.coco import Coco
+from leanclip.packing.folder import Folder
 from leanclip.packing.pack import PackConfig, pack
+from leanclip.packing.parquet import Parquet
 from refusal import assert_refused, exit_code
 
 
@@ -49,7 +55,7 @@ def test_shards_are_measured(tmp_path):
         "broken": {"empty": 2, "image": 1, "encoding": 1},
         "left_out_on_opening": {"no caption": 1},
         "broken_share": 5 / 9,
-        "empty_captions": 1,
+        "empty_captions": 2,  # of samples 2, which has others, and 7
         "image_formats": {"PNG": 3, "JPEG": 1},
         "image_width": {"min": 20, "median": 35, "max": 40},
         "image_height": {"min": 20, "median": 25, "max": 60},
@@ -60,6 +66,36 @@ def test_shards_are_measured(tmp_path):
         "longer_than_context_share": 0.2,
     }
     assert {name: report[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("form", ["csv", "shard", "list", "parquet", "coco"])
+def test_empty_captions_beside_others_are_counted(form, tmp_path):
+    """Sample 0 has a caption and three empty ones, sample 1 two empty ones, sample 2 one caption."""
+    texts = {"0.png": ["", "a thing", " ", ""], "1.png": ["", " "], "2.png": ["another"]}
+    images = {name: picture(number, (40, 20), "PNG") for number, name in enumerate(texts)}
+    for name, content in images.items():
+        (tmp_path / name).write_bytes(content)
+    rows = [(name, caption) for name, captions in texts.items() for caption in captions]
+    if form == "csv":
+        source = Table(write_table(tmp_path / "pairs.csv", rows))
+    elif form == "shard":
+        captions = {name.replace("png", "json"): json.dumps({"captions": texts[name]}).encode() for name in texts}
+        source = Shards(str(write_shard(tmp_path / "a.tar", images | captions)))
+    elif form == "list":
+        lines = [json.dumps({"file_name": name, "caption": caption}) for name, caption in rows]
+        (tmp_path / "metadata.jsonl").write_text("\n".join(lines))
+        source = Folder(tmp_path)
+    elif form == "parquet":
+        columns = {"image": list(images.values()), "caption": list(texts.values())}
+        parquet.write_table(pyarrow.table(columns), tmp_path / "pairs.parquet")
+        source = Parquet(tmp_path / "pairs.parquet")
+    else:
+        listed = [{"id": number, "file_name": name} for number, name in enumerate(images)]
+        annotations = [{"image_id": int(name[0]), "caption": caption} for name, caption in rows]
+        (tmp_path / "coco.json").write_text(json.dumps({"images": listed, "annotations": annotations}))
+        source = Coco(tmp_path / "coco.json")
+    report = check(source, count_tokens=count_words, context_length=4)
+    assert (report["empty_captions"], report["broken"], report["captions"]) == (5, {"empty": 1}, 2)
 
 
 def test_lines_of_pixels_are_counted(tmp_path):

@@ -224,6 +224,25 @@ def test_key_figures_give_the_final_result_the_best_and_chance(tmp_path: Path):
     assert shown["Samples per second"][1] == "median, 3.0 % waiting for data"
 
 
+@pytest.mark.parametrize(
+    ("config", "steps", "course"),
+    [
+        ('loss = "infonce"', 1, "one step logged"),
+        ('loss = "infonce"\nlearn_tau = false', 1, "constant"),
+        ('loss = "fastclip-v1"', 1, "constant"),
+        ('loss = "fastclip-v3"', 1, "one step logged"),
+        ("loss = [3]", 1, "one step logged"),
+        ("", 1, "one step logged"),
+        ('loss = "infonce"', 2, "constant"),
+        ("", 0, "no step logged yet"),
+    ],
+)
+def test_one_logged_temperature_is_constant_only_where_the_loss_does_not_learn_it(config, steps, course, tmp_path):
+    run = write_run(tmp_path, [*(train_row(step, tau=0.07) for step in range(1, steps + 1)), eval_row(0, 0.1)])
+    (run / "config.toml").write_text(config)
+    assert figures(run)["Temperature τ"] == ("0.07" if steps else "\N{EN DASH}", course)
+
+
 def test_evaluation_table(tmp_path: Path):
     rows = [train_row(10), eval_row(0, 0.04), eval_row(10, 0.5, zero_shot=0.25)]
     (table,) = tables(read_run(write_run(tmp_path, rows)))

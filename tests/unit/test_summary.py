@@ -5,12 +5,15 @@ import re
 import shlex
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from shard_files import picture, write_shard
 from test_locked_towers import COCA
 from test_names import SHORT, finishes
 
 from leanclip.cli.openclip_flags import from_openclip
 from leanclip.config import TrainConfig, override
+from leanclip.models import ModelConfig, create_model
 from leanclip.recipes import load_recipe
 from leanclip.runs.defaults import fill
 from leanclip.training.model_setup import model_for_run
@@ -148,6 +151,12 @@ MIXED = {"image_tower": "timm:resnet50", "text_tower": "ViT-B-32", "pretrained_i
         ),
         (VIT_TOWER | {"lr": 1e-3}, {"lr_head": None}),
         (
+            {"pretrained_image": "x", "lock_image": True, "global_batch_size": 1024},
+            {"lr": 1e-5, "lr_head": 5e-4, "lr_image": None, "lr_text": 1e-3},
+        ),
+        ({"pretrained_text": "x", "lora_text": 8}, {"lr_head": 5e-4}),
+        ({"pretrained_image": "x", "pretrained_text": "timm:x"} | LOCKED, {"lr": 5e-4, "lr_head": None}),
+        (
             MIXED | LOCKED | {"lock_text_unlocked_layers": 1},  # its projection, beside a new one
             {"loss": "fastclip-v1", "pair_weights": "auto", "lr": 5e-4},
         ),
@@ -157,6 +166,29 @@ MIXED = {"image_tower": "timm:resnet50", "text_tower": "ViT-B-32", "pretrained_i
 def test_what_is_trained_decides_the_values_that_are_filled_in(given, expected):
     values = filled(**given).values()
     assert {name: values.get(name) for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_projections_that_the_files_hold_are_trained_like_their_towers(suffix, tmp_path):
+    clip = create_model(ModelConfig(model="leanclip-tiny")).clip
+    whole = {name: value.contiguous() for name, value in clip.state_dict().items()}
+    images = {name.removeprefix("visual."): value for name, value in whole.items() if name.startswith("visual.")}
+    texts = {name: value for name, value in whole.items() if not name.startswith(("visual.", "logit_"))}
+    bare = {name: value for name, value in texts.items() if name != "text_projection"}
+    files = {"whole": whole, "images": images, "texts": texts, "bare": bare}
+    for name, weights in files.items():
+        if suffix == "pt":
+            torch.save(
+                {"state_dict": {f"module.{key}": value for key, value in weights.items()}}, tmp_path / f"{name}.pt"
+            )
+        else:
+            save_file(weights, tmp_path / f"{name}.safetensors")
+    expected = {("whole", "whole"): None, ("images", "texts"): None, ("whole", "bare"): HEADS}
+    for (image, text), rate in expected.items():
+        image, text = (str(tmp_path / f"{name}.{suffix}") for name in (image, text))
+        assert filled(model="leanclip-tiny", pretrained_image=image, pretrained_text=text).optim.lr_head == rate
+        built = create_model(ModelConfig(model="leanclip-tiny", pretrained_image=image, pretrained_text=text))
+        assert bool(built.new_projections) == (rate is not None)
 
 
 HEADS, TOWERS = 5e-4, 1e-5 / 2**0.5  # rates at batch 128
@@ -204,6 +236,28 @@ def test_the_summary_names_what_is_frozen(weights, tmp_path, capsys):
     locked = command(tmp_path, "--name", "x", "--pretrained", str(weights), "--lock-image", "--dry-run")
     tower = facts(finishes(locked, capsys))["image tower"]
     assert str(weights) in tower and "frozen" in tower and "1.4 M of 1.4 M" not in tower
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (
+            ["--lr-image", "1e-6", "--lr-text", "1e-5", "--lr-head", "1e-3"],
+            "1e-06 (image tower), 1e-05 (text tower), 0.001 (projections), cosine",
+        ),
+        (["--lr", "1e-4", "--lr-head", "1e-3"], "0.0001 (image tower, text tower), 0.001 (projections), cosine"),
+        (["--lr", "5e-4", "--lr-text", "5e-5", "--lock-image"], "5e-05 (text tower), 0.0005 (projections), cosine"),
+        (["--lr", "1e-4", "--lr-head", "1e-3", "--lock-image", "--lock-text"], "0.001 cosine"),
+        (
+            ["--lr", "1e-4", "--lr-text", "1e-3", "--lock-image", "--lora-text", "2"],
+            "0.0001 (projections), 0.001 (text tower), cosine",
+        ),
+        (["--lr", "1e-4", "--layer-decay", "0.5"], "0.0001, layer decay 0.5, cosine"),
+    ],
+)
+def test_the_summary_names_every_rate_in_use(flags, shown, weights, tmp_path, capsys):
+    start = command(tmp_path, "--name", "x", "--pretrained", str(weights), "--dry-run")
+    assert f"learning rate {shown} after" in facts(finishes([*start, *flags], capsys))["optimizer"]
 
 
 def test_a_coca_model_says_that_its_decoder_is_not_trained(tmp_path, capsys):

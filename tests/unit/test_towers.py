@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import leanclip
+from leanclip.config import TrainConfig, override
 from leanclip.data.datasets import BUNDLED
 from leanclip.models import ModelConfig, create_model, load_model
 from leanclip.models.text_length import MOST_BUCKETS
+from leanclip.training.model_setup import model_for_run
 from leanclip.training.probe import _texts
 from refusal import assert_refused, refuses
 from refusal import exit_code as command
@@ -78,6 +80,44 @@ def test_towers_of_open_clip_are_taken_from_its_models(tmp_path, bert):
     )
     tokens = whole.tokenizer(["a cat"])
     assert torch.allclose(both.eval().encode_text(tokens), whole.eval().encode_text(tokens), atol=1e-6)
+
+
+@pytest.mark.parametrize("locked", [(), ("text",), ("image", "text")])
+@pytest.mark.parametrize("kind", ["whole", "whole, custom text", "text tower alone"])
+def test_the_text_tower_of_a_plain_clip_takes_weights(kind, locked, tmp_path):
+    """Its parts lie in the model itself, beside the image tower."""
+    whole = create_model(ModelConfig(model="leanclip-tiny", force_custom_text="custom" in kind))
+    weights = {name: value.contiguous() for name, value in whole.clip.state_dict().items()}
+    if kind == "text tower alone":
+        weights = {name: v for name, v in weights.items() if not name.startswith(("visual.", "logit_"))}
+    save_file(weights, file := tmp_path / "weights.safetensors")
+    files = {"pretrained_text": str(file)} | ({"pretrained_image": str(file)} if "image" in locked else {})
+    settings = {"model": "leanclip-tiny"} | files | {f"lock_{side}": True for side in locked}
+    config = override(TrainConfig(), settings, "test")
+    if "image" in locked and kind == "text tower alone":
+        with refuses("weights.other_model"):
+            model_for_run(config)
+        return
+    model = model_for_run(config).eval()
+    assert not hasattr(model.clip, "text") and not model.new_projections
+    tokens, pixels = whole.tokenizer(TEXTS), torch.randn(2, 3, *whole.image_size)
+    assert torch.allclose(model.encode_text(tokens), whole.eval().encode_text(tokens), atol=1e-6)
+    assert torch.allclose(model.encode_image(pixels), whole.encode_image(pixels), atol=1e-6) == ("image" in locked)
+    text = next(tower for tower in model.summary() if tower.side == "text")
+    assert text.weights == str(file) and bool(text.frozen_layers) == ("text" in locked)
+    assert model.clip.text_projection.requires_grad and model.clip.visual.attnpool.c_proj.weight.requires_grad
+
+
+def test_a_text_tower_without_its_projection_gets_a_new_one(tmp_path):
+    weights = create_model(ModelConfig(model="leanclip-tiny")).clip.state_dict()
+    del weights["text_projection"]
+    save_file({name: value.contiguous() for name, value in weights.items()}, file := tmp_path / "weights.safetensors")
+    model = create_model(ModelConfig(model="leanclip-tiny", pretrained_text=str(file)))
+    assert model.new_projections == {"text"}
+    del weights["ln_final.bias"]
+    save_file({name: value.contiguous() for name, value in weights.items()}, file)
+    with refuses("weights.other_model", "ln_final.bias is missing"):
+        create_model(ModelConfig(model="leanclip-tiny", pretrained_text=str(file)))
 
 
 def test_position_embeddings_are_resized(bert, timm_weights):

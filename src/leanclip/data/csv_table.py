@@ -17,7 +17,6 @@ from leanclip.data.source import (
     BrokenSample,
     Manifest,
     Packable,
-    clean_captions,
     file_identity,
     kept_fields,
     manifest_version,
@@ -84,9 +83,8 @@ class Table(Packable):
     def image_sizes(self) -> np.ndarray:
         return np.fromiter(map(self._image_size, range(len(self))), np.int64, len(self))
 
-    def captions(self, index: int) -> list[str]:
-        captions = [self._fields(row)[self._caption_column] for row in self._rows_of(index)]
-        return clean_captions(captions, self.name(index))
+    def raw_captions(self, index: int) -> list[str]:
+        return [self._fields(row)[self._caption_column] for row in self._rows_of(index)]
 
     def field(self, index: int, key: str) -> str:
         """Of the first row of the sample."""

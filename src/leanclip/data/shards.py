@@ -165,6 +165,11 @@ class Shards(Source):
         except UnicodeDecodeError as error:
             raise BrokenSample("encoding", f"the caption of sample {self.name(index)} is not UTF-8") from error
 
+    def empty_captions(self, index: int) -> int:
+        captions = self.field(index, self.caption_key)
+        listed = captions if isinstance(captions, list) else []
+        return sum(isinstance(caption, str) and not caption.strip() for caption in listed)
+
     def field(self, index: int, key: str) -> object:
         return self._json(index).get(key) if self._locate(index)[1][JSON] else None
 

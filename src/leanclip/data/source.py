@@ -101,6 +101,10 @@ class Source(Protocol):
 
     def name(self, index: int) -> str: ...
 
+    def empty_captions(self, index: int) -> int:
+        """How many empty captions of the sample `captions` leaves out."""
+        return 0
+
     def key(self, index: int) -> str:
         """What identifies the sample for others: its key in a shard, or the path of its image. Never raises."""
         return self.name(index)
@@ -195,6 +199,16 @@ class Packable(Source):
         """Changes when the files that list the samples change, or the columns that are read."""
         raise NotImplementedError
 
+    def raw_captions(self, index: int) -> Sequence[object]:
+        """The captions as the files have them, with empty ones and nulls."""
+        raise NotImplementedError
+
+    def captions(self, index: int) -> list[str]:
+        return clean_captions(self.raw_captions(index), self.name(index))
+
+    def empty_captions(self, index: int) -> int:
+        return sum(isinstance(caption, str) and not caption.strip() for caption in self.raw_captions(index))
+
     def fields(self, index: int) -> dict[str, Any]:
         """The metadata of a sample beside image and captions, of the first row if it has several."""
         return {}
@@ -243,7 +257,7 @@ def read_image(folder: Path, path: str, name: str, *, anywhere: bool = False) ->
     return content
 
 
-def clean_captions(captions: Iterable[object], name: str) -> list[str]:
+def clean_captions(captions: Sequence[object], name: str) -> list[str]:
     """The captions, stripped, without empty ones and nulls; at least one."""
     stripped = [caption.strip() for caption in captions if isinstance(caption, str)]
     if other := next((caption for caption in captions if not isinstance(caption, str | None)), None):

@@ -48,7 +48,7 @@ class Synthetic(Packable):
         pixels = _noise()[start : start + RAW_SIDE * RAW_SIDE * 3 - 8]
         return b"P6 %d %d 255\n%b%b" % (RAW_SIDE, RAW_SIDE, index.to_bytes(8, "big"), pixels)
 
-    def captions(self, index: int) -> list[str]:
+    def raw_captions(self, index: int) -> list[str]:
         rng = random.Random(index)
         words = WORD_COUNTS[int(rng.random() * len(WORD_COUNTS))]
         return [" ".join(WORDS[int(rng.random() * len(WORDS))] for _ in range(words))]

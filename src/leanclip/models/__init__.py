@@ -16,7 +16,7 @@ from leanclip.models.tokenizer import TokenCounter, create_tokenizer
 from leanclip.models.towers.compose import adapters_only, heads_only
 from leanclip.models.two_tower import TwoTower
 from leanclip.models.untrusted import read_torch_file
-from leanclip.models.weights import architecture_of_file, config_of_file, with_temperature
+from leanclip.models.weights import architecture_of_file, config_of_file, new_projections, with_temperature
 
 __all__ = [
     "CONFIG_FILE",
@@ -40,6 +40,7 @@ __all__ = [
     "load_model",
     "model_config_of",
     "named_architecture",
+    "new_projections",
     "read_torch_file",
     "step_directories",
     "with_temperature",

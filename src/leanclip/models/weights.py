@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from leanclip.errors import UserError
@@ -28,7 +29,7 @@ from leanclip.models.open_clip_api import (
 )
 from leanclip.models.saved import CONFIG_FILE, WEIGHTS_FILE, find_weights
 from leanclip.models.towers.layers import PROJECTION, Side
-from leanclip.models.untrusted import check_weights
+from leanclip.models.untrusted import check_weights, read_torch_file
 
 PREPROCESS_FIELDS = {field.name for field in fields(PreprocessCfg)}
 SHOWN = 3  # parameters in a message
@@ -189,7 +190,8 @@ def load_tower(clip: Any, side: Side, source: str) -> bool:
     check_weights(path)
     content: Any = open_clip.factory.load_state_dict(str(path), weights_only=True)
     weights: dict[str, Tensor] = {name: value for name, value in content.items() if isinstance(value, Tensor)}
-    tower = clip.visual if side == "image" else clip.text
+    # The text tower of open_clip's plain CLIP lies in the model itself, beside `visual`.
+    tower = clip.visual if side == "image" else getattr(clip, "text", clip)
     prefix = "visual." if side == "image" else "text."
     if any(name.startswith("visual.") for name in weights):  # a whole CLIP model
         if side == "text" and not any(name.startswith("text.") for name in weights):  # one without a text module
@@ -206,6 +208,33 @@ def load_tower(clip: Any, side: Side, source: str) -> bool:
     _check_tower(target, weights, optional, path, side)
     target.load_state_dict(weights, strict=False)
     return target is not tower or not optional <= weights.keys()
+
+
+def new_projections(config: ModelConfig) -> bool:
+    """Whether a projection starts random though a tower has weights: of towers named one by one, of a tower without
+    weights, and behind one whose weights are those of the tower alone."""
+    if config.pretrained is not None:
+        return False
+    sides: dict[Side, str | None] = {"image": config.pretrained_image, "text": config.pretrained_text}
+    return config.composed or not all(source and _has_projection(side, source) for side, source in sides.items())
+
+
+def _has_projection(side: Side, source: str) -> bool:
+    """By the names in a file. What is not here yet is not downloaded for this: mostly such weights are of the tower
+    alone."""
+    if not Path(source).expanduser().exists():
+        return False
+    path = _tower_file(source)
+    check_weights(path)
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            names = [*file.keys()]
+    else:
+        content = read_torch_file(path, mapped=True)
+        names = [name.removeprefix("module.") for name in content.get("state_dict", content)]
+    projection = ("proj", "attnpool.c_proj.") if side == "image" else ("text_projection",)
+    whole = any(name.startswith("visual.") for name in names)
+    return whole or any(name.startswith(projection) for name in names)
 
 
 def _tower_file(source: str) -> Path:
@@ -254,7 +283,11 @@ def _hugging_face(transformer: Any, weights: dict[str, Tensor]) -> dict[str, Ten
 
 def _check_tower(target: nn.Module, weights: dict[str, Tensor], optional: set[str], path: Path, side: Side) -> None:
     """Refuse weights of another architecture, and say which parameters differ."""
-    shapes = {name: tuple(value.shape) for name, value in target.state_dict().items()}
+    shapes = {
+        name: tuple(value.shape)
+        for name, value in target.state_dict().items()
+        if not (hasattr(target, "visual") and name.startswith(("visual.", "logit_")))  # a plain CLIP's text tower
+    }
     differing = [
         f"{name} is {tuple(weights[name].shape)} in the file and {shape} in the tower"
         for name, shape in shapes.items()

@@ -96,9 +96,11 @@ def _measure(source: Source, count_tokens: Callable[[str], int], ids: np.ndarray
     findings = Findings(int(ids[0]))
     values: dict[str, list[int]] = {name: [] for name in COLUMNS}
     for index in map(int, ids):
-        captions = None
+        captions, empty = None, 0
         try:
+            empty = source.empty_captions(index)
             captions = source.captions(index)
+            findings.empty_captions += empty
             image = source.image_bytes(index)
             with naming(source, index):
                 width, height, image_format = examine(image)
@@ -106,7 +108,8 @@ def _measure(source: Source, count_tokens: Callable[[str], int], ids: np.ndarray
                 resized = len(encode(image, RESIZED, QUALITY)[1]) if encoded else 0
         except BrokenSample as error:
             findings.broken[error.kind] += 1
-            findings.empty_captions += captions is None and error.kind == "empty"  # an image can be empty, too
+            if captions is None and error.kind == "empty":  # an image can be empty, too
+                findings.empty_captions += max(1, empty)
             if findings.broken[error.kind] <= MAX_EXAMPLES:
                 findings.examples.setdefault(error.kind, []).append(str(error))
         else:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from leanclip.data.files import is_file, is_folder
-from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, kept_fields, read_image
+from leanclip.data.source import BrokenSample, Packable, file_identity, kept_fields, read_image
 from leanclip.errors import UserError, first_line
 from leanclip.filesystem import read_json
 
@@ -52,10 +52,10 @@ class Coco(Packable):
     def image_bytes(self, index: int) -> bytes:
         return read_image(self.folder, self._names[index], self.name(index))
 
-    def captions(self, index: int) -> list[str]:
+    def raw_captions(self, index: int) -> list[object]:
         if index in self._duplicates:
             raise BrokenSample("duplicate key", f"{self.name(index)} has the id of an earlier image")
-        return clean_captions(self._captions[index], self.name(index))
+        return self._captions[index]
 
     def fields(self, index: int) -> dict[str, Any]:
         return self._fields[index]

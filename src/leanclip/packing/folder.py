@@ -10,7 +10,7 @@ from typing import Any
 
 from leanclip.data.csv_table import read_rows
 from leanclip.data.files import MAX_CAPTION_BYTES, is_folder, read_regular
-from leanclip.data.source import BrokenSample, Packable, clean_captions, file_identity, kept_fields, read_image
+from leanclip.data.source import BrokenSample, Packable, file_identity, kept_fields, read_image
 from leanclip.errors import UserError, first_line
 from leanclip.filesystem import parse_json
 
@@ -68,15 +68,15 @@ class Folder(Packable):
     def image_bytes(self, index: int) -> bytes:
         return read_image(self.path, self._names[index], self.name(index))
 
-    def captions(self, index: int) -> list[str]:
+    def raw_captions(self, index: int) -> list[object]:
         name = self._names[index]
         if name in self._listed:
-            return clean_captions(self._listed[name], self.name(index))
+            return self._listed[name]
         file = (self.path / name).with_suffix(".txt")
         if not self._is_inside(file):
             raise BrokenSample("escaping path", f"the caption of {self.name(index)} is a link to a file outside it")
         try:
-            return clean_captions([read_regular(file, MAX_CAPTION_BYTES).decode("utf-8")], self.name(index))
+            return [read_regular(file, MAX_CAPTION_BYTES).decode("utf-8")]
         except UnicodeDecodeError as error:
             raise BrokenSample("encoding", f"the caption of {self.name(index)} is not UTF-8") from error
         except OSError as error:

@@ -16,7 +16,6 @@ from leanclip.data.source import (
     MAX_FIELDS,
     BrokenSample,
     Packable,
-    clean_captions,
     file_identity,
     kept_fields,
     read_image,
@@ -77,14 +76,13 @@ class Parquet(Packable):
             raise BrokenSample("image", f"{self.name(index)}: {value}, not an image or a path")
         return read_image(self.paths[self._location(index)[0]].parent, image or "", self.name(index))
 
-    def captions(self, index: int) -> list[str]:
+    def raw_captions(self, index: int) -> list[object]:
         values = [self._read(index)[1], *self._later.get(index, ())]
         captions = [caption for value in values for caption in (value if isinstance(value, list) else [value])]
         try:
-            texts = [caption.decode("utf-8") if isinstance(caption, bytes) else caption for caption in captions]
+            return [caption.decode("utf-8") if isinstance(caption, bytes) else caption for caption in captions]
         except UnicodeDecodeError as error:
             raise BrokenSample("encoding", f"the caption of {self.name(index)} is not UTF-8") from error
-        return clean_captions(texts, self.name(index))
 
     def fields(self, index: int) -> dict[str, Any]:
         return kept_fields(self._read(index)[2], without=self._columns)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from leanclip.reporting.curves import DIRECTIONS, TAU, ZERO_SHOT, chance_of, ranks
 from leanclip.reporting.run_reader import Evaluation, RunData, number
@@ -113,12 +113,24 @@ def key_figures(run: RunData) -> list[KeyFigure]:
     figures.append(KeyFigure("Samples per second", text, f"median{waiting}" if speeds else "no step logged yet"))
     if memory := next(((values, kind) for key, kind in MEMORY.items() if (values := run.finite(key))), None):
         figures.append(KeyFigure("Memory", f"{max(memory[0]):.3g} GiB", memory[1]))
-    course = "constant" if len(set(tau)) == 1 else f"from {plain(tau[0])}" if tau else "no step logged yet"
-    figures.append(KeyFigure(TAU, plain(last_finite(tau)), course))
+    figures.append(KeyFigure(TAU, plain(last_finite(tau)), course_of(tau, run.settings)))
     planned = number(run.info.get("steps"))
     steps = f"step {run.train[-1]['step'] if run.train else 0:,}"
     steps += f" of {planned:,.0f}" if math.isfinite(planned) else ""
     return [*figures, KeyFigure("Time", duration(last_finite(run.column("seconds"))), steps)]
+
+
+def course_of(tau: Sequence[float], settings: Mapping[str, Any]) -> str:
+    """From the first logged temperature; one alone says nothing about whether the loss learns it."""
+    if not tau:
+        return "no step logged yet"
+    if len(tau) > 1:
+        return "constant" if len(set(tau)) == 1 else f"from {plain(tau[0])}"
+    from leanclip.losses.registry import LOSSES, spec_of  # torch: seconds that other reports need not wait
+
+    loss = settings.get("loss")
+    constant = loss in LOSSES and spec_of(loss).temperature == "constant"
+    return "constant" if constant or settings.get("learn_tau") is False else "one step logged"
 
 
 def evaluation_figures(run: RunData) -> list[KeyFigure]:

@@ -22,6 +22,7 @@ from leanclip.models import (
     heads_only,
     is_resnet,
     named_architecture,
+    new_projections,
 )
 from leanclip.optim import OptimConfig
 from leanclip.runs.config import AUTO_LOSS, RunConfig, TrainConfig
@@ -181,7 +182,7 @@ def _tower_rates(config: TrainConfig, model: ModelConfig, batch: int, from_scrat
     that is trained itself, towers without weights, and new projections."""
     if config.optim.lr is not None:
         return {}
-    rates = {"lr_head": HEADS} if model.composed and not heads_only(model) else {}
+    rates = {"lr_head": HEADS} if new_projections(model) and not heads_only(model) else {}
     sides = {
         "lr_image": (model.lora_image, model.pretrained_image),
         "lr_text": (model.lora_text, model.pretrained_text),

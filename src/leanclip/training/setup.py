@@ -165,7 +165,7 @@ def _lock_notes(settings: ModelConfig, model: TwoTower) -> list[str]:
     ]
 
 
-def _rates(optim: OptimConfig, model: TwoTower) -> dict[str, float]:
+def parameter_rates(optim: OptimConfig, model: TwoTower) -> dict[str, float]:
     """Peak learning rates of the parameters that do not have --lr."""
     assert optim.lr is not None
     rates = layer_rates(
@@ -192,7 +192,10 @@ def distribute(built: BuiltRun, *, kernels: bool) -> Job:
     towers = _wrap(model, run)
     ema = None if config.run.ema is None else WeightEMA(model, config.run.ema)
     assert config.optim.wd is not None
-    groups = [*weight_decay_groups(model, config.optim.wd, _rates(config.optim, model)), *loss.param_groups()]
+    groups = [
+        *weight_decay_groups(model, config.optim.wd, parameter_rates(config.optim, model)),
+        *loss.param_groups(),
+    ]
     loader = _make_loader(built, features)
     if ranks.rank > 0:
         torch.manual_seed(config.run.seed + 7919 * ranks.rank)  # so that dropout differs between ranks

@@ -14,9 +14,10 @@ from torch import Tensor
 from leanclip.data import Batch, BrokenSample
 from leanclip.filesystem import atomic_path, writing
 from leanclip.models.tokenizer import token_count
+from leanclip.models.towers.layers import tower_layers
 from leanclip.runs.metrics import memory
 from leanclip.runs.run_directory import RunDirectory, environment
-from leanclip.training.setup import Job
+from leanclip.training.setup import Job, parameter_rates
 
 SHOWN, COLUMNS = 16, 4
 CELL, GAP = 224, 12  # pixels
@@ -43,7 +44,7 @@ def summary(job: Job, directory: RunDirectory) -> list[str]:
         f" {_count(context.micro_batches, 'micro-batch')}",
         "steps": f"{job.steps:,}, {job.loader.steps_per_epoch:,} an epoch;"
         f" {evaluation}, checkpoint {_every(config.run.save_every, job.steps)}",
-        "optimizer": f"{config.optim.opt}, learning rate {config.optim.lr:.3g} {config.optim.lr_scheduler} after"
+        "optimizer": f"{config.optim.opt}, learning rate {_learning_rates(job)} {config.optim.lr_scheduler} after"
         f" {_count(config.optim.warmup or 0, 'step')} of warm-up, weight decay {config.optim.wd:g}",
         "device": f"{environment(job.device)['device']}, {config.run.precision}"
         + (f", {_count(torch.get_num_threads(), 'thread')}" if job.device.type == "cpu" else "")
@@ -103,6 +104,26 @@ def _loss(job: Job) -> str:
     state = sum(buffer.numel() * buffer.element_size() for buffer in job.context.loss.buffers())
     tables = f"; per-sample tables {state / 2**20:,.1f} MiB" if state > 2**20 else ""
     return f"{job.config.run.loss} ({', '.join(values)}){tables}"
+
+
+def _learning_rates(job: Job) -> str:
+    """The peak rates in use, with what is trained at each; a rate alone where everything has it."""
+    optim, model = job.config.optim, job.model
+    rates, highest = parameter_rates(optim, model), {}
+    for side in model.weights:
+        layers = tower_layers(model.clip, side)
+        names = {
+            f"{side} tower": [name for layer in layers.trunk for name in layer],
+            "projections": layers.projection,
+        }
+        trained = [(p, name) for p in names for name in names[p] if model.clip.get_parameter(name).requires_grad]
+        for part, name in trained:
+            highest[part] = max(highest.get(part, 0.0), rates.get(f"clip.{name}", optim.lr or 0.0))
+    parts = {rate: [part for part in sorted(highest) if highest[part] == rate] for rate in sorted(highest.values())}
+    decay = "" if optim.layer_decay == 1 else f", layer decay {optim.layer_decay:g},"
+    if len(parts) == 1:
+        return f"{next(iter(parts)):.3g}{decay}"
+    return ", ".join(f"{rate:.3g} ({', '.join(names)})" for rate, names in parts.items()) + (decay or ",")
 
 
 def _expected(job: Job) -> str:
