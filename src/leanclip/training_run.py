@@ -65,7 +65,7 @@ def removed_if_it_fails(directory: RunDirectory, *, new: bool) -> Iterator[None]
         yield
     except Exception:
         with contextlib.suppress(OSError):
-            if new:
+            if new and directory.is_held:  # otherwise another process writes it
                 directory.discard()
         raise
 
@@ -109,6 +109,8 @@ def _continued(config: TrainConfig, launches: Sequence[str | None]) -> RunConfig
     launch, pid = facts.get("launch"), facts.get("pid")
     if launch is None or launch not in launches or (launch, pid) == (launch_id(), os.getpid()):
         return run
+    if directory.can_put_back:  # the next start puts the old run back: overwrite it again
+        return replace(run, name=name)
     saved = bool(step_directories(directory.checkpoints))
     resume = AUTO if saved or run.resume in (None, LATEST) else run.resume
     reset = run.reset_loss_state and not saved
