@@ -169,6 +169,12 @@ def prepare(job: Job, directory: RunDirectory) -> None:
         write_atomically(directory.held_out, table_of(job.data.val))
 
 
+def refusal_of(job: Job, directory: RunDirectory) -> UserError | None:
+    """Why `prepare` would refuse to start this run, if it would."""
+    run = job.config.run
+    return directory.refusal(overwrite=run.overwrite, beginning=run.resume == AUTO, resume_from=job.resume_from)
+
+
 def table_of(held_out: Subset) -> str:
     """The samples that --val-split holds out, as CSV."""
     text, source = io.StringIO(), held_out.source

@@ -101,22 +101,31 @@ class RunDirectory:
 
         With `beginning` (--resume auto without a checkpoint) it restarts, and weights that it saved are kept.
         """
-        resumed = resume_from is not None and self.path.resolve() in resume_from.resolve().parents
-        if not resumed and self.has_content():
-            if resume_from is not None:
-                raise UserError(f"{self.path} is not the run to resume; give another --name", code="run.other")
-            if not overwrite and not beginning:
-                raise UserError(
-                    f"{self.path} exists; give another --name, --resume auto to resume it, or --overwrite",
-                    code="run.exists",
-                )
-            if not self.is_run:
-                raise UserError(
-                    f"{self.path} is not a leanclip run and is not overwritten; give another --name",
-                    code="run.not_a_run",
-                )
+        if refusal := self.refusal(overwrite=overwrite, beginning=beginning, resume_from=resume_from):
+            raise refusal
+        if not self._resumed_from(resume_from) and self.has_content():
             self._replace() if overwrite else self._clear()
         self.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    def refusal(self, *, overwrite: bool, beginning: bool, resume_from: Path | None) -> UserError | None:
+        """Why `prepare` refuses, if it does."""
+        if self._resumed_from(resume_from) or not self.has_content():
+            return None
+        if resume_from is not None:
+            return UserError(f"{self.path} is not the run to resume; give another --name", code="run.other")
+        if not overwrite and not beginning:
+            return UserError(
+                f"{self.path} exists; give another --name, --resume auto to resume it, or --overwrite",
+                code="run.exists",
+            )
+        if not self.is_run:
+            return UserError(
+                f"{self.path} is not a leanclip run and is not overwritten; give another --name", code="run.not_a_run"
+            )
+        return None
+
+    def _resumed_from(self, checkpoint: Path | None) -> bool:
+        return checkpoint is not None and self.path.resolve() in checkpoint.resolve().parents
 
     def _clear(self) -> None:
         """Remove the content, or move it to before-N if it includes saved weights."""
