@@ -65,7 +65,7 @@ def removed_if_it_fails(directory: RunDirectory, *, new: bool) -> Iterator[None]
         yield
     except Exception:
         with contextlib.suppress(OSError):
-            if new:
+            if new and directory.is_held:  # otherwise another process writes it
                 directory.discard()
         raise
 
@@ -109,6 +109,8 @@ def _continued(config: TrainConfig, launches: Sequence[str | None]) -> RunConfig
     launch, pid = facts.get("launch"), facts.get("pid")
     if launch is None or launch not in launches or (launch, pid) == (launch_id(), os.getpid()):
         return run
+    if directory.can_put_back:  # the next start puts the old run back: overwrite it again
+        return replace(run, name=name)
     saved = bool(step_directories(directory.checkpoints))
     resume = AUTO if saved or run.resume in (None, LATEST) else run.resume
     reset = run.reset_loss_state and not saved
@@ -165,6 +167,12 @@ def prepare(job: Job, directory: RunDirectory) -> None:
         write_atomically(directory.manifest, json.dumps(manifest, indent=1))
     if job.config.data.val_split and job.data.val is not None:
         write_atomically(directory.held_out, table_of(job.data.val))
+
+
+def refusal_of(job: Job, directory: RunDirectory) -> UserError | None:
+    """Why `prepare` would refuse to start this run, if it would."""
+    run = job.config.run
+    return directory.refusal(overwrite=run.overwrite, beginning=run.resume == AUTO, resume_from=job.resume_from)
 
 
 def table_of(held_out: Subset) -> str:

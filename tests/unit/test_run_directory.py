@@ -87,6 +87,16 @@ def test_a_dry_run_needs_no_lock(tmp_path, holder):
     assert (tmp_path / "run/checkpoints/.step_00000099.tmp").is_dir()
 
 
+def test_a_dry_run_says_that_the_run_is_refused(run, capsys):
+    for more, words in (({}, "--resume auto"), ({"overwrite": True}, None), ({"resume": "auto"}, None)):
+        assert runs.train(run, dry_run=True, **more) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("is refused" in shown) == (words is not None) and (words or "") in shown
+    assert (run / "logs/run/checkpoints/step_00000008").is_dir()
+    assert runs.train(run, dry_run=True, name="new") == 0
+    assert "is refused" not in capsys.readouterr().out
+
+
 @pytest.fixture
 def while_waiting(monkeypatch):
     """Sets what happens when a run starts to wait for the lock."""

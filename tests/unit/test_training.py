@@ -2,9 +2,12 @@
 
 import json
 
+import checkpoint_runs
 import pytest
 import torch
+from evaluation_sets import emoji, write_classes
 from safetensors.torch import load_file
+from shard_files import sound, write_shard
 
 import leanclip
 from browser import CHROMIUM, inspect_page
@@ -47,6 +50,33 @@ def test_resume_latest_drops_damaged_lines_and_those_after_the_checkpoint(tmp_pa
     assert "\n123\n" in (run / "metrics.jsonl.damaged-1").read_text()
     steps = [line["step"] for line in records(run) if line.get("set") != "emoji groups"]
     assert [step for step in steps if step] == [1, 2, 3, 4, 5, 6, 6, 7, 8, 8]  # each part ended with an evaluation
+
+
+def test_broken_held_out_samples_are_counted_and_named_once(tmp_path, capsys):
+    samples = emoji(12)
+    write_classes(
+        tmp_path / "classes", [(key, b"x" * (n < 5) or image, *rest) for n, (key, image, *rest) in enumerate(samples)]
+    )
+    write_shard(tmp_path / "val.tar", sound(20) | {f"{number:05d}.jpg": b"no image" for number in range(3)})
+    sets = {"val_data": tmp_path / "val.tar", "zero_shot": tmp_path / "classes"}
+    assert checkpoint_runs.train(tmp_path, **sets, eval_every=1, max_steps=2, save_every=0) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("3 of the 20 samples of the held-out data are broken") == 1
+    assert shown.count("5 of the 12 samples of classes are broken") == 1
+    counts = {(line["step"], line["set"]): line["broken"] for line in records(tmp_path / "logs/run", "eval")}
+    assert counts == {(step, name): count for step in (0, 1, 2) for name, count in (("val", 3), ("classes", 5))}
+
+
+def test_broken_samples_of_a_split_are_counted_too(tmp_path, capsys):
+    files = sound(40) | {f"{number:05d}.jpg": f"no image {number}".encode() for number in range(0, 40, 4)}
+    data = write_shard(tmp_path / "train.tar", files)
+    changed = {"train_data": data, "val_split": 0.5, "max_steps": 1, "global_batch_size": 4, "save_every": 0}
+    assert checkpoint_runs.train(tmp_path, **changed) == 0
+    held_out = (tmp_path / "logs/run/held_out.csv").read_text().splitlines()[1:]
+    broken = sum(int(line.partition(",")[0]) % 4 == 0 for line in held_out)
+    assert [line["broken"] for line in records(tmp_path / "logs/run", "eval")] == [broken, broken] and broken
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count(f"{broken} of the {len(held_out)} samples of the held-out data are broken") == 1
 
 
 def test_a_run_is_evaluated_loaded_and_reported(tmp_path, capsys):

@@ -18,7 +18,7 @@ from leanclip.runs.stopping import exit_code
 from leanclip.settings import common
 from leanclip.training import set_up
 from leanclip.training.summary import preview
-from leanclip.training_run import announce, console_of, directory_of, joined_processes, run_training
+from leanclip.training_run import announce, console_of, directory_of, joined_processes, refusal_of, run_training
 
 DESCRIPTION = """Train a CLIP model.
 
@@ -87,6 +87,8 @@ def show_preview(config: TrainConfig) -> None:
     job = set_up(config, kernels=False)
     directory, console = directory_of(job), console_of(job)
     announce(job, directory, console)
+    if refusal := refusal_of(job, directory):
+        console.print(f"note: without --dry-run this command is refused: {refusal}")
     path = job.context.ranks.broadcast_from_first(lambda: preview(job, directory))
     console.print(f"dry run: nothing was trained; one augmented batch with its captions: {path}")
 

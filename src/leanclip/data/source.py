@@ -247,7 +247,7 @@ def read_image(folder: Path, path: str, name: str, *, anywhere: bool = False) ->
     if not path.strip():
         raise BrokenSample("no image", f"{name} names no image")
     if not anywhere and (PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts):
-        raise BrokenSample("escaping path", f"{name}: {path} is outside the folder; only files below it may be named")
+        raise BrokenSample("escaping path", f"{name}: {path} is refused; only relative paths without .. may be named")
     try:
         content = read_regular(folder / path, MAX_IMAGE_BYTES)
     except (OSError, ValueError) as error:

@@ -77,11 +77,20 @@ class MetricsLog:
         self._send(lambda tracker: tracker.scalars("train", scalars, values["step"]))
 
     def evaluation(
-        self, *, step: int, epoch: float, name: str, metrics: Mapping[str, float], weights: str | None = None
+        self,
+        *,
+        step: int,
+        epoch: float,
+        name: str,
+        metrics: Mapping[str, float],
+        weights: str | None = None,
+        broken: int = 0,
     ) -> None:
-        """`weights` is "ema" if the averaged weights were evaluated, "before" for those that a run starts from."""
+        """`weights` is "ema" if the averaged weights were evaluated, "before" for those that a run starts from.
+        `broken` samples were left out."""
         record = {"kind": "eval", "step": step, "epoch": epoch, "set": name}
         record |= {} if weights is None else {"weights": weights}
+        record |= {"broken": broken} if broken else {}
         record["metrics"] = dict(metrics)
         self._write(record)
         self.results = results_of([record], self.results)

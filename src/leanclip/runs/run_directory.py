@@ -11,6 +11,7 @@ zero_shot.json  confusion counts of the last zero-shot evaluation
 diagnosis.json  written when a run stops because of non-finite steps
 checkpoints/    step_00000100/ ..., best/, start/, last -> the newest
 .lock           locked by the process that writes the run
+.replaced/      the run that --overwrite replaces, until the new one has a log line, a checkpoint or a diagnosis
 """
 
 import contextlib
@@ -36,6 +37,8 @@ from leanclip.models.saved import START
 
 CARD_FILE, RUN_FILE, LOCK_FILE = "README.md", "run.json", ".lock"
 KEPT = "before-"  # the content of a run that restarted without a checkpoint to resume from
+REPLACED = ".replaced"
+MOVING = ".moving"  # while content moves to .replaced or back: what is inside and what is beside it are one run
 LOCK_TIMEOUT = 10.0  # seconds for the previous process to end
 _HELD: set[Path] = set()  # by this process
 FACT_TYPES = {"name": str, "model": str, "notes": list, "environment": dict, "architecture": dict, "ema": float}
@@ -59,7 +62,7 @@ class RunDirectory:
 
     @property
     def is_run(self) -> bool:
-        return (self.path / RUN_FILE).is_file()
+        return any((self.path / folder / RUN_FILE).is_file() for folder in ("", REPLACED, MOVING))
 
     @property
     def is_held(self) -> bool:
@@ -69,8 +72,9 @@ class RunDirectory:
     def held(self) -> Iterator[bool]:
         """Lock the directory against a second run of the same name. Yields whether it had to wait for another run.
 
-        The lock ends with the process, and child processes do not inherit it. A file system without locks is used
-        without one. Opening and closing the lock file releases it, as when the process copies the directory.
+        Before and after, `settle` decides which run the directory holds. The lock ends with the process, and child
+        processes do not inherit it. A file system without locks is used without one. Opening and closing the lock
+        file releases it, as when the process copies the directory.
         """
         if self.has_content() and not self.is_run:  # `prepare` refuses it
             yield False
@@ -82,7 +86,12 @@ class RunDirectory:
         try:
             waited = _lock(descriptor, self.path)
             _HELD.add(self.path.resolve())
-            yield waited
+            self.settle()
+            try:
+                yield waited
+            finally:
+                with contextlib.suppress(OSError):  # the next start tries again
+                    self.settle()
         finally:
             _HELD.discard(self.path.resolve())
             os.close(descriptor)
@@ -92,36 +101,82 @@ class RunDirectory:
 
         With `beginning` (--resume auto without a checkpoint) it restarts, and weights that it saved are kept.
         """
-        resumed = resume_from is not None and self.path.resolve() in resume_from.resolve().parents
-        if not resumed and self.has_content():
-            if resume_from is not None:
-                raise UserError(f"{self.path} is not the run to resume; give another --name", code="run.other")
-            if not overwrite and not beginning:
-                raise UserError(
-                    f"{self.path} exists; give another --name, --resume auto to resume it, or --overwrite",
-                    code="run.exists",
-                )
-            if not self.is_run:
-                raise UserError(
-                    f"{self.path} is not a leanclip run and is not overwritten; give another --name",
-                    code="run.not_a_run",
-                )
-            self._clear(keep=not overwrite)
+        if refusal := self.refusal(overwrite=overwrite, beginning=beginning, resume_from=resume_from):
+            raise refusal
+        if not self._resumed_from(resume_from) and self.has_content():
+            self._replace() if overwrite else self._clear()
         self.checkpoints.mkdir(parents=True, exist_ok=True)
 
-    def _clear(self, *, keep: bool) -> None:
-        """Remove the content; with `keep`, move it to before-N if it includes saved weights."""
+    def refusal(self, *, overwrite: bool, beginning: bool, resume_from: Path | None) -> UserError | None:
+        """Why `prepare` refuses, if it does."""
+        if self._resumed_from(resume_from) or not self.has_content():
+            return None
+        if resume_from is not None:
+            return UserError(f"{self.path} is not the run to resume; give another --name", code="run.other")
+        if not overwrite and not beginning:
+            return UserError(
+                f"{self.path} exists; give another --name, --resume auto to resume it, or --overwrite",
+                code="run.exists",
+            )
+        if not self.is_run:
+            return UserError(
+                f"{self.path} is not a leanclip run and is not overwritten; give another --name", code="run.not_a_run"
+            )
+        return None
+
+    def _resumed_from(self, checkpoint: Path | None) -> bool:
+        return checkpoint is not None and self.path.resolve() in checkpoint.resolve().parents
+
+    def _clear(self) -> None:
+        """Remove the content, or move it to before-N if it includes saved weights."""
         kept = None
-        if keep and self._has_trained_weights():
+        if self._has_trained_weights():
             kept = next(path for n in itertools.count(1) if not (path := self.path / f"{KEPT}{n}").exists())
             kept.mkdir()
         for path in list(self.path.iterdir()):
-            if path.name == LOCK_FILE or (keep and path.name.startswith(KEPT)):
+            if path.name == LOCK_FILE or path.name.startswith(KEPT):
                 continue
             if kept is None:
                 remove(path)
             else:
                 path.rename(kept / path.name)
+
+    def _replace(self) -> None:
+        """Move the content aside, to be removed when the new run has results, or put back if it ends without."""
+        moving = self.path / MOVING
+        moving.mkdir()
+        for path in list(self.path.iterdir()):
+            if path.name not in (LOCK_FILE, MOVING):
+                path.rename(moving / path.name)
+        moving.rename(self.path / REPLACED)
+
+    def settle(self) -> None:
+        """End what --overwrite began: remove the old run if the new one has results, or else put it back.
+
+        A kill at any point leaves what the next call continues.
+        """
+        moving, replaced = self.path / MOVING, self.path / REPLACED
+        self.remove_replaced()
+        if replaced.is_dir():
+            for path in list(self.path.iterdir()):
+                if path.name not in (LOCK_FILE, REPLACED):
+                    remove(path)
+            replaced.rename(moving)
+        if moving.is_dir():
+            for path in list(moving.iterdir()):
+                path.rename(self.path / path.name)
+            moving.rmdir()
+            print(f"leanclip: the new run had no results yet: {self.path} holds the run before it", file=sys.stderr)
+
+    def remove_replaced(self) -> None:
+        """Remove the run that --overwrite replaces, once the new one has results."""
+        if (self.path / REPLACED).is_dir() and self._has_results():
+            remove(self.path / REPLACED)
+
+    @property
+    def can_put_back(self) -> bool:
+        """Whether --overwrite began a run that has no results yet."""
+        return (self.path / REPLACED).is_dir() and not self._has_results()
 
     def has_content(self) -> bool:
         """Whether it holds more than a run that was killed while it started."""
@@ -133,12 +188,16 @@ class RunDirectory:
     def _has_trained_weights(self) -> bool:
         """Whether a checkpoint was saved; the weights that the run started from are none."""
         names = (path.name for path in self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ()
-        return any(name not in (START, f".{START}.tmp") for name in names)
+        return any(name != START and not name.endswith(".tmp") for name in names)
+
+    def _has_results(self) -> bool:
+        """A checkpoint, log line or diagnosis."""
+        logged = self.metrics.is_file() and '"kind": "train"' in self.metrics.read_text(errors="replace")
+        return logged or self._has_trained_weights() or self.diagnosis.exists()
 
     def discard(self) -> None:
         """Remove a run that failed before its first checkpoint, log line or diagnosis, so that its name is free."""
-        logged = self.metrics.is_file() and '"kind": "train"' in self.metrics.read_text(errors="replace")
-        if self._has_trained_weights() or logged or self.diagnosis.exists() or not self.path.is_dir():
+        if self._has_results() or not self.path.is_dir():
             return
         for path in list(self.path.iterdir()):
             remove(path)

@@ -29,7 +29,7 @@ class HeldOutData:
 
     def __init__(self, job: Job, output: RunOutput) -> None:
         self.job, self.output, self.log = job, output, output.log
-        self.captions_checked = False
+        self.noted: set[str] = set()  # sets whose data were described, once in a run
         self.settings = EvaluationSettings(
             device=job.device, autocast=job.context.autocast, workers=job.config.data.workers
         )
@@ -48,12 +48,13 @@ class HeldOutData:
         """Recall on the held-out data, and a panel of examples."""
         job = self.job
         embedded = embed(job.model, data, self.settings, features=job.val_features)
-        if not self.captions_checked and (shared := embedded.shared_captions("the held-out data")):
+        title = "the held-out data"
+        if title not in self.noted and (shared := embedded.shared_captions(title)):
             self.output.print(f"warning: {shared}")
-        self.captions_checked = True
+        self.note_broken(title, embedded.broken, of=len(data))
         metrics = dict(retrieval_metrics(embedded.images, embedded.texts, embedded.image_of_text))
         if self.log is not None:
-            self.log_metrics("val", metrics, step, epoch)
+            self.log_metrics("val", metrics, step, epoch, broken=embedded.broken)
             panel = {
                 "step": step,
                 "set": "val",
@@ -84,17 +85,24 @@ class HeldOutData:
             result = classify(job.model, labelled, prompts, self.settings)
             metrics |= {f"{result.name}/{name}": value for name, value in result.metrics().items()}
             sets[result.name] = result.to_json()
-            self.log_metrics(result.name, result.metrics(), step, epoch)
+            self.log_metrics(result.name, result.metrics(), step, epoch, broken=result.broken)
+            self.note_broken(result.name, result.broken, of=result.images + result.broken)
             self.output.print(f"step {step}{self.averaged}: {summary(result)}")
         self.output.write(self.output.directory.zero_shot, json.dumps({"step": step, "sets": sets}))
         return metrics
 
-    def log_metrics(self, name: str, metrics: Mapping[str, float], step: int, epoch: float) -> None:
+    def note_broken(self, name: str, broken: int, *, of: int) -> None:
+        """Say at the first evaluation of a set how many of its samples are broken."""
+        if broken and name not in self.noted:
+            self.output.print(f"warning: {broken:,} of the {of:,} samples of {name} are broken and are left out")
+        self.noted.add(name)
+
+    def log_metrics(self, name: str, metrics: Mapping[str, float], step: int, epoch: float, *, broken: int) -> None:
         if self.log is not None:
             weights = None if self.job.ema is None else "ema"
             if step == 0 and self.job.config.model.from_weights:
                 weights = BEFORE
-            self.log.evaluation(step=step, epoch=epoch, name=name, metrics=metrics, weights=weights)
+            self.log.evaluation(step=step, epoch=epoch, name=name, metrics=metrics, weights=weights, broken=broken)
 
     @property
     def averaged(self) -> str:

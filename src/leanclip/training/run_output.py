@@ -62,6 +62,8 @@ class RunOutput:
             samples_per_second=rate, data_wait=wait, skipped_steps=at.skipped, **self.communication(), **broken,
             **memory(self.job.device), **metrics,
         )  # fmt: skip
+        with suppress(OSError):  # tried again at the next line
+            self.directory.remove_replaced()
         left = (self.job.steps - at.step) * self.job.loader.batch / max(rate, 1e-9)
         line = f"loss {metrics['loss']:.4f}  tau {metrics['tau']:.4f}  {rate:,.0f} samples/s  data wait {wait:.0%}"
         self.progress.at(at.step, line, left)
