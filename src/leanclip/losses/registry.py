@@ -203,6 +203,7 @@ def _tables(spec: Spec, hyper: LossConfig, rule: Rule, learns: bool) -> dict[str
     if learns:
         tables |= TABLES
     if isinstance(rule, IndividualTemperature):
+        assert hyper.tau is not None
         tables |= rule.tables(hyper.tau)
     if hyper.eps_form == "published":
         tables |= {f"shift_{side}": 0.0 for side in SIDES}
