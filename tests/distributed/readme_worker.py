@@ -15,11 +15,11 @@ VISION = open_clip.CLIPVisionCfg(image_size=32, layers=1, width=32, head_width=1
 TEXT = open_clip.CLIPTextCfg(context_length=8, vocab_size=64, width=32, heads=2, layers=1)
 
 
-def train(ranks, _):
+def train(ranks, _, biased):
     """The weights and the temperature after the loop."""
     (code,) = re.findall(r"```python\n(loss = leanclip.*?)```", README.read_text(), re.DOTALL)
     torch.manual_seed(0)
-    clip = open_clip.CLIP(16, VISION, TEXT).double()
+    clip = open_clip.CLIP(16, VISION, TEXT, init_logit_bias=-10 if biased else None).double()
     images, captions = torch.randn(SAMPLES, 3, 32, 32).double(), torch.randint(1, 64, (SAMPLES, 8))
     mine = [torch.arange(start, start + BATCH)[ranks.share(BATCH)] for start in range(0, SAMPLES, BATCH)]
     values = {

@@ -49,6 +49,7 @@ def test_shards_are_measured(tmp_path):
     duplicate = report["duplicate_images"]
     assert duplicate["count"] == report["duplicate_captions"]["count"] == 1
     assert duplicate["examples"] == [f"3 of {tmp_path}/a.tar duplicates 1 of {tmp_path}/a.tar"]
+    assert " has a caption of " in report["duplicate_captions"]["examples"][0]
     expected = {
         "samples": 8,
         "checked": 8,

@@ -145,7 +145,7 @@ def test_quantiles_of_one_run_over_time(tmp_path: Path):
     median = next(series for series in estimator.series if series.name == "median")
     assert list(median.y) == pytest.approx([-0.5 + 0.5 * 49.5 / 60, -1 + 0.5 * 49.5 / 60])
     assert [series.name for series in estimator.series] == ["95 %", "median", "5 %"]
-    assert estimator.note.endswith("1.0% of the samples not visited yet.")
+    assert estimator.note.endswith("1.0% of the samples have none: not visited yet, held out or excluded.")
     empty = [train_row(1), histogram_row(1, counts=[0] * 20)]
     assert histogram_charts([read_run(write_run(tmp_path, empty))], ["run"]) == []
 

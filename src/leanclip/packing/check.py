@@ -31,6 +31,7 @@ COLUMNS = {
     "caption_hashes": np.uint64,
     "tokens": np.uint16,
 }
+SAME_CAPTION = "has a caption of"  # a sample may have several
 
 
 @dataclass
@@ -87,8 +88,8 @@ def check(
         "image_bytes": _spread(columns["image_bytes"]),
         "image_formats": dict(formats.most_common()),
         "resizing": _resizing(columns),
-        "duplicate_images": _duplicates(columns["image_hashes"], columns["ids"], source),
-        "duplicate_captions": _duplicates(columns["caption_hashes"], columns["caption_ids"], source),
+        "duplicate_images": _duplicates(columns["image_hashes"], columns["ids"], source, "duplicates"),
+        "duplicate_captions": _duplicates(columns["caption_hashes"], columns["caption_ids"], source, SAME_CAPTION),
     }
 
 
@@ -156,8 +157,8 @@ def _spread(values: np.ndarray) -> dict[str, float]:
     return {"min": int(values.min()), "median": float(np.median(values)), "max": int(values.max())}
 
 
-def _duplicates(hashes: np.ndarray, ids: np.ndarray, source: Source) -> dict[str, Any]:
-    """The number of values that equal one with a smaller id, and the first examples."""
+def _duplicates(hashes: np.ndarray, ids: np.ndarray, source: Source, relation: str) -> dict[str, Any]:
+    """The number of values that equal one with a smaller id, and the first examples: samples and their relation."""
     order = np.argsort(hashes, kind="stable")
     repeated = np.flatnonzero(hashes[order][1:] == hashes[order][:-1]) + 1
     pairs = sorted((int(ids[order[i]]), int(ids[order[i - 1]])) for i in repeated[:MAX_DUPLICATES_SORTED])
@@ -165,6 +166,6 @@ def _duplicates(hashes: np.ndarray, ids: np.ndarray, source: Source) -> dict[str
         "count": len(repeated),
         "share": len(repeated) / max(1, len(hashes)),
         "examples": [
-            f"{source.name(later)} duplicates {source.name(first)}" for later, first in pairs[:MAX_EXAMPLES]
+            f"{source.name(later)} {relation} {source.name(first)}" for later, first in pairs[:MAX_EXAMPLES]
         ],
     }

@@ -78,7 +78,11 @@ CURVES = {
         from_zero=True,
     ),
     "never_visited": Curve(
-        "Samples not visited yet (%)", "They have no running estimate.", " %", from_zero=True, scale=100
+        "Samples without a running estimate (%)",
+        "Not visited yet, held out or excluded.",
+        " %",
+        from_zero=True,
+        scale=100,
     ),
     "bias": Curve("Bias", "The learned offset of the sigmoid loss."),
     "loss_scale": Curve(
@@ -188,7 +192,9 @@ def histogram_charts(runs: Sequence[RunData], names: Sequence[str]) -> list[Char
             last = runs[0].histograms[key][-1]
             absent = last.absent / max(1, sum(last.counts) + last.absent)
             note += " Lines: nine in ten samples lie between the outer ones."
-            note += f" {absent:.1%} of the samples not visited yet." if absent else ""
+            note += (
+                f" {absent:.1%} of the samples have none: not visited yet, held out or excluded." if absent else ""
+            )
         chart = Chart(title=title, series=series, markers=True, x_label=x_axis(runs).label, note=note)
         charts += [chart] if series else []
     return charts
