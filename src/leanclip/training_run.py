@@ -161,6 +161,8 @@ def prepare(job: Job, directory: RunDirectory) -> None:
             print(f"leanclip: the best weights so far are kept as {best}", file=sys.stderr)
         for name in names:
             print(f"leanclip: a checkpoint after this step was moved aside, kept as {name}", file=sys.stderr)
+    if job.finished and directory.config.is_file():  # nothing is trained: what the run says of itself stays
+        return
     directory.describe(**describe(job, __version__), launch=launch_id(), pid=os.getpid())
     save_toml(repeatable(job.config), directory.config)
     if (manifest := job.data.train.source.manifest()) is not None:

@@ -63,10 +63,13 @@ def test_auto_starts_resumes_and_accepts_a_finished_run(run, tmp_path, capsys):
     assert train(run, resume="auto", logs=logs, max_steps=4) == 0  # starts
     assert train(run, resume="auto", logs=logs) == 0  # resumes
     assert "step 4 of 8" in capsys.readouterr().out.replace("\n", "")
-    before = names(run)
-    assert train(run, resume="auto") == 0
-    assert "the run is finished" in capsys.readouterr().out
-    assert names(run) == before
+    before, files = names(run), ("config.toml", "run.json", "metrics.jsonl")
+    contents = [(run / "logs/run" / name).read_bytes() for name in files]
+    for changes in ({}, {"max_steps": 5}, {"lr": 0.5}):
+        assert train(run, resume="auto", **changes) == 0
+        assert "the run is finished" in capsys.readouterr().out
+        assert names(run) == before
+        assert [(run / "logs/run" / name).read_bytes() for name in files] == contents
 
 
 def test_auto_restarts_a_run_without_a_checkpoint(run):

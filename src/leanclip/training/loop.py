@@ -93,7 +93,7 @@ class _Trainer:
 
     def run(self) -> Ending:
         job, run, at = self.job, self.job.config.run, self.at
-        if at.step >= job.steps and job.resume_from is not None:
+        if job.finished and job.resume_from is not None:
             limit = "--epochs" if run.max_steps is None else "--max-steps"
             self.output.print(f"the run is finished: step {at.step} of {job.steps}; raise {limit} to continue")
             return Ending(self.output.directory, job.resume_from)

@@ -199,7 +199,7 @@ def set_threads(
     """As the flag says, as the run was saved, or the fastest. OMP_NUM_THREADS counts as a choice, too. Where
     the number is chosen, only the time of a step is measured."""
     ranks, cores = context.ranks, os.cpu_count() or 1
-    facts = ranks.all_gather_objects((socket.gethostname(), "OMP_NUM_THREADS" in os.environ))
+    facts = ranks.all_gather_objects((socket.gethostname(), bool(os.environ.get("OMP_NUM_THREADS"))))
     on_host = [host for host, _ in facts].count(socket.gethostname())
     # Loader workers and compute threads beyond the number of cores make every step wait for the scheduler.
     most = max(1, min(torch.get_num_threads(), cores // on_host - workers))

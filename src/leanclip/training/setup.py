@@ -70,6 +70,11 @@ class Job:
     val_features: Features = NO_FEATURES  # of the held-out data, likewise
 
     @property
+    def finished(self) -> bool:
+        """Whether the checkpoint that it resumes from is the run's end."""
+        return self.resume_from is not None and self.position.step >= self.steps
+
+    @property
     def epochs(self) -> int:
         """Epochs that the run takes, the last one perhaps not whole."""
         return -(-self.steps // self.loader.steps_per_epoch)
