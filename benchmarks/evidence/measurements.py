@@ -63,7 +63,9 @@ def show(tables: Mapping[str, Table]) -> None:
 
 
 def provenance() -> dict[str, str]:
-    """The last columns of every row: version, source, torch, device, date and command."""
+    """The last columns of every row: version, source, torch, device, date and command, of whose absolute paths the
+    names are kept."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     script, root = Path(sys.argv[0]).resolve(), Path(__file__).resolve().parents[2]
     name = script.relative_to(root) if script.is_relative_to(root) else script.name
     return {
@@ -72,7 +74,7 @@ def provenance() -> dict[str, str]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {os.cpu_count()} cores",
         "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", str(name), *sys.argv[1:]]),
+        "command": shlex.join(["python", str(name), *words]),
     }
 
 
