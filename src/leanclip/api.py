@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from leanclip.config import override
-from leanclip.errors import UserError
+from leanclip.errors import ArgumentError, UserError
 from leanclip.evaluation.results import SetResult
 from leanclip.evaluation_run import (
     EvaluationConfig,
@@ -105,6 +105,9 @@ def evaluate(
     Raises:
         UserError: the settings or the data are wrong; its `code` is stable.
     """
+    if not isinstance(model, (str, Path, TrainedRun)):
+        message = f"evaluate takes a run or the path of a model, not a {type(model).__name__}"
+        raise ArgumentError(message, code="config.bad_value")
     known = set(EvaluationConfig.__dataclass_fields__)
     if unknown := set(settings) - known:
         message = f"unknown settings {sorted(unknown)}; the settings are {', '.join(sorted(known))}"

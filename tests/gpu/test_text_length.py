@@ -28,7 +28,7 @@ def relative(found, right):
     return errors
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # torch's own, compiling
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, compiling
 @pytest.mark.parametrize(
     ("family", "wide", "compiled"),  # wide: heads of 32; the short kernel does not take those of 8
     [(family, wide, False) for family in FAMILIES for wide in (False, True)] + [("clip", True, True)],

@@ -315,7 +315,6 @@ def test_autocast_around_the_call(name):
         assert (found - right).abs().max() <= 2**-8 * right.abs().max()  # rounded to bf16 on its way back
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, from inside its compiler
 def test_a_compiled_caller_gets_the_same():
     torch.set_default_dtype(torch.float32)
     image, text, ids = embeddings(8)

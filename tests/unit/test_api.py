@@ -47,6 +47,12 @@ def test_evaluate_gives_the_figures_of_the_command(trained, tmp_path):
     assert {result.name: dict(result.metrics) for result in results} == by_name
 
 
+def test_evaluate_wants_a_model_that_is_stored(trained):
+    with pytest.raises(leanclip.UserError, match="the path of a model, not a TwoTower") as error:
+        leanclip.evaluate(trained.model)
+    assert error.value.code == "config.bad_value"
+
+
 def test_a_saved_configuration_repeats_the_run(trained, settings):
     again = leanclip.train(trained.directory / "config.toml", name="again", logs=settings["logs"], quiet=True)
     losses = [[record["loss"] for record in run.metrics if "loss" in record] for run in (trained, again)]

@@ -17,7 +17,7 @@ import leanclip
 from leanclip.models.weights import interpolate
 from refusal import assert_refused, refuses
 from refusal import exit_code as command
-from run_records import records
+from run_records import losses, records
 
 WEIGHTS = "open_clip_model.safetensors"
 
@@ -247,3 +247,21 @@ def test_a_run_that_fails_at_once_leaves_its_name_free(tuned, tmp_path, monkeypa
     with pytest.raises(RuntimeError, match="injected fault"):
         tune(tmp_path, tuned)
     assert not (tmp_path / "logs/run").exists()
+
+
+def test_batch_norms_keep_their_averages_where_weights_are_given(tmp_path, capsys):
+    """The layers behind them know images normalised by these; 2 micro-batches then equal one."""
+    data = {"model": "leanclip-tiny", "loss": "infonce", "max_steps": 3, "lr": 1e-3}
+    assert train(tmp_path, **data, name="first") == 0
+    last = "checkpoints/step_00000003"
+    first = weights(tmp_path / "logs/first" / last)
+    averages = [name for name in first if "running" in name]
+    kept, losses_of = {}, {}
+    for name, changed in (("fixed", {}), ("split", {"micro_batch": 10}), ("moved", {"fix_batch_norm": "False"})):
+        assert train(tmp_path, **data | changed, name=name, pretrained=tmp_path / "logs/first") == 0
+        assert ("batch norms fixed" in capsys.readouterr().out) == (name != "moved")
+        after, losses_of[name] = weights(tmp_path / "logs" / name / last), losses(tmp_path / "logs" / name)
+        kept[name] = all(torch.equal(first[each], after[each]) for each in averages)
+        assert not torch.equal(first["visual.conv1.weight"], after["visual.conv1.weight"])
+    assert averages and kept == {"fixed": True, "split": True, "moved": False}
+    assert losses_of["split"] == pytest.approx(losses_of["fixed"], rel=1e-5)

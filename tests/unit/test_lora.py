@@ -150,7 +150,6 @@ def test_timm_calls_a_layer_whose_bias_is_in_parts():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's, on tracing; the next one, too
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("case", ["clip", "towers"])
 def test_recomputed_and_compiled_towers(case, built, monkeypatch):
     model = adapted(built(case)).train()

@@ -143,7 +143,6 @@ def test_a_copied_model_is_independent():
     assert torch.allclose(other.encode_text(tokens), F.normalize(other.clip.encode_text(tokens), dim=-1), atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own look at what it compiles
 def test_compiled_blocks_compute_the_same_and_share_their_code(monkeypatch):
     from leanclip.models import transformer_towers as towers
 

@@ -46,6 +46,9 @@ class ModelConfig:
     """The rank of adapters of the text tower, likewise."""
     lora_weights: str | None = setting(None, resume="free")
     """Start the adapters, and what else was trained with them, from this file of leanclip export --format lora."""
+    fix_batch_norm: bool | None = setting(None, resume="fixed")
+    """Normalise with the stored averages of batch norms in training too. Default: where a tower starts from weights,
+    whose other layers know no others."""
     force_image_size: int | None = None
     """Train at this image size in pixels. Default: the model's."""
     force_context_length: int | None = None

@@ -114,7 +114,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def embed_images(visual: Any, images: Tensor, mean: Tensor, std: Tensor, *, recomputed: int, compile: bool) -> Tensor:
     """Equal to `visual(images)`, for uint8 pixels or normalised images."""
     keep = kept_patches(visual, images)
-    prepare = compiled(patch_tokens) if compile and visual.training else patch_tokens
+    prepare = patch_tokens
+    if compile and visual.training:
+        prepare = compiled(patch_tokens)
+        for side in (2, 3):  # compiled for each size: torch 2.11 fails at a second size, which it makes dynamic
+            torch._dynamo.mark_static(images, side)
     x = prepare(visual, images, mean, std, keep)
     read_first = visual.pool_type == "tok"
     x = run_blocks(visual.transformer.resblocks, x, read=0 if read_first else ..., recomputed=recomputed)

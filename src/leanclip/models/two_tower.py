@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ class TwoTower(nn.Module):
         self.name, self.config, self.tokenizer = name, config, tokenizer
         self.locked: list[Side] = []
         self.ranks: dict[Side, int] = {}  # of adapters
+        self.fixed_norms: set[Side] = set()  # whose batch norms keep their averages
         self.weights: dict[Side, str | None] = {"image": None, "text": None}  # where they come from; None: random
         self.new_projections: set[Side] = set()  # behind a tower that came with weights
         self.preprocess = PreprocessCfg(**clip.visual.preprocess_cfg)
@@ -100,10 +101,13 @@ class TwoTower(nn.Module):
         super().train(mode)
         for side in self.locked:
             train_unfrozen(roots(self.clip, side), mode)
-        for module in (module for side in self.ranks for root in roots(self.clip, side) for module in root.modules()):
-            if isinstance(module, _BatchNorm):  # its weights are frozen
-                module.eval()
+        for norm in (norm for side in self.fixed_norms | self.ranks.keys() for norm in self._norms(side)):
+            norm.eval()
         return self
+
+    def _norms(self, side: Side) -> Iterator[nn.Module]:
+        modules = (module for root in roots(self.clip, side) for module in root.modules())
+        return (module for module in modules if isinstance(module, _BatchNorm))
 
     def forward(
         self, images: Tensor, tokens: Tensor | Texts | Buckets, between: Callable[[Tensor], None] | None = None
@@ -224,10 +228,14 @@ class TwoTower(nn.Module):
 
     def summary(self) -> tuple[TowerSummary, ...]:
         """What is trained of each tower, and where its weights come from."""
+        trained = self.fixed_norms - {*self.locked, *self.ranks}
         return tuple(
-            summarise(self.clip, side, weights, self.ranks.get(side, 0), new=side in self.new_projections)
+            summarise(
+                self.clip, side, weights, self.ranks.get(side, 0), new=side in self.new_projections,
+                fixed_norms=side in trained and any(True for _ in self._norms(side)),
+            )
             for side, weights in self.weights.items()
-        )
+        )  # fmt: skip
 
     def checkpoint_activations(self, blocks: int | None = None) -> None:
         """Recompute each tower's first blocks (default: all) in the backward pass; only their inputs are kept.

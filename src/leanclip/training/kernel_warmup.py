@@ -5,6 +5,7 @@ machine with an empty cache. Here each kernel is launched once, on little data, 
 Those of the backward pass are called directly, since autograd has one thread per device.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,6 +20,7 @@ from leanclip.losses import ContrastiveLoss
 from leanclip.models import TwoTower
 from leanclip.models.text_length import Texts, text_tower
 from leanclip.models.transformer_towers import number_kept
+from leanclip.ops import resize
 from leanclip.ops.attention import (
     LARGEST_TILE,
     SHORT_LENGTH,
@@ -58,8 +60,10 @@ def warmup_calls(
     batch: int,
     autocast: Callable[[], torch.autocast],
     device: torch.device,
+    resized_to: tuple[int, int] | None = None,
 ) -> Iterator[Callable[[], None]]:
-    """A call for each kernel of the towers, and one for all of the loss. None draws random numbers.
+    """A call for each kernel of the towers, one for all of the loss, and one where the device resizes images. None
+    draws random numbers.
 
     `loss` creates one like that of the run; `autocast` creates a context for each thread.
     """
@@ -72,6 +76,15 @@ def warmup_calls(
         yield partial(_attention, arguments, autocast, backward=False)
         yield partial(_attention, arguments, autocast, backward=True)
     yield partial(_loss, loss, batch, model, autocast, device)
+    if resized_to is not None:
+        yield partial(_resize, resized_to, device)
+
+
+def _resize(size: tuple[int, int], device: torch.device) -> None:
+    rows, columns = (resize.bicubic(side, device) for side in size)
+    crop = torch.zeros(3 * math.prod(size), dtype=torch.uint8, device=device)
+    out = torch.empty(1, 3, *size, dtype=torch.uint8, device=device)
+    resize.resize_crops(crop, torch.tensor([[0, *size]]), rows, columns, out)
 
 
 def _attention(

@@ -39,6 +39,11 @@ def model_for_run(config: TrainConfig, start: ModelConfig | None = None, *, shap
     for side, rank in ranks.items():
         if rank:
             model.add_adapters(side, rank)
+    given: dict[Side, str | None] = {"image": config.model.pretrained_image, "text": config.model.pretrained_text}
+    for side, weights in given.items():
+        starts_from_weights = (config.model.pretrained or weights) is not None
+        if starts_from_weights if config.model.fix_batch_norm is None else config.model.fix_batch_norm:
+            model.fixed_norms.add(side)
     if (adapters := (start or config.model).lora_weights) is not None and not shapes_only:
         start_from_adapters(model.clip, Path(adapters))
     if blocks := config.parallel.grad_checkpointing:

@@ -276,6 +276,7 @@ def _start_warmup(built: BuiltRun) -> KernelWarmup:
         batch=run.batch,
         autocast=partial(autocast_of, config.run.precision, run.device),
         device=run.device,
+        resized_to=_transform(built).size if _resize_on(config.data.decode, run.device) else None,
     )
     return KernelWarmup(calls, run.device)
 

@@ -122,12 +122,13 @@ class TowerSummary:
     projection: bool  # whether the tower ends in one, which is trained
     new_projection: bool = False  # without weights, behind a tower with weights
     rank: int = 0  # of its adapters
+    fixed_norms: bool = False  # whether its batch norms keep their averages, though it is trained
 
     def __str__(self) -> str:
         start = f"weights from {self.weights}" if self.weights else "random weights"
         start += " and a new projection" if self.new_projection else ""
         trained = f"{_millions(self.trained)} of {_millions(self.parameters)} parameters trained"
-        line = f"{self.side} tower: {start}, {trained}"
+        line = f"{self.side} tower: {start}, {trained}{', batch norms fixed' if self.fixed_norms else ''}"
         if self.rank:
             return f"{line}: adapters of rank {self.rank}{' and its projection' if self.projection else ''}"
         if not self.frozen_layers:
@@ -139,7 +140,9 @@ class TowerSummary:
         return f"{line}, {frozen}{', its projection trained' if self.projection else ''}"
 
 
-def summarise(clip: Any, side: Side, weights: str | None, rank: int = 0, *, new: bool = False) -> TowerSummary:
+def summarise(
+    clip: Any, side: Side, weights: str | None, rank: int = 0, *, new: bool = False, fixed_norms: bool = False
+) -> TowerSummary:
     layers = tower_layers(clip, side)
     names = [*layers.projection, *(name for layer in layers.trunk for name in layer)]
     sizes = {name: clip.get_parameter(name).numel() for name in names}
@@ -154,6 +157,7 @@ def summarise(clip: Any, side: Side, weights: str | None, rank: int = 0, *, new:
         projection=bool(layers.projection),
         new_projection=new and bool(layers.projection),
         rank=rank,
+        fixed_norms=fixed_norms,
     )
 
 
