@@ -7,8 +7,10 @@ Flickr8k test and COCO val, 1,000 photographs each, and CIFAR-10 zero-shot (prom
 px. Methods, with what they change in the recipe of that name:
 - heads: EfficientNet-Lite2 and MiniLM, 4 views, 16 epochs; loss, rate, temperature and head as the recipe has them.
 - lit: the same towers, 4 views, the image tower locked; lr_text 2e-5, 5e-5 or 1e-4.
-- finetune: all weights from the end of the heads run of the same seed; lr 1e-5, 3e-5 or 1e-4; InfoNCE, 5 epochs.
-- lora: DINOv2 ViT-S/14 at 126 px and MiniLM, rank 16 in both; lr 1e-4, 3e-4 or 1e-3, new heads 5e-4.
+- finetune: all weights from the end of the heads run of the same seed; lr 3e-5, 1e-4 or 3e-4; InfoNCE, 5 epochs.
+- lora: DINOv2 ViT-S/14 at 126 px and MiniLM, rank 16 in both; lr 1e-4, 3e-4, 1e-3 or 3e-3, new heads 5e-4.
+The rates of these two are not those of the first registration, 1e-5 to 1e-4 and 1e-4 to 1e-3, of which the largest
+were the best. Batch norms moved then: the rows `search, norms moving`, which are not used.
 The rate is chosen with seed 101 on Flickr8k val and the 2,000 photographs of a shard of COCO's, which are then not
 trained on; then seeds 301 to 305 on all data, last checkpoint.
 Kept and gained: heads trained on COCO alone, then all weights fine-tuned on Flickr8k's 6,000 by the recipe finetune
@@ -21,13 +23,13 @@ Timed: the first heads run and a second one are alone on the GPU; all other runs
 """
 
 import argparse
+import math
 import multiprocessing
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,7 @@ import torch
 from line_chart import figure
 from measurements import RESULTS, Table, append, provenance, rows
 from stats import mean_and_deviation
+from wrong_captions import run_all
 
 import leanclip
 from leanclip.evaluation.results import SetResult
@@ -53,8 +56,8 @@ SEARCH_SETS, TEST_SETS = (
 FLICKR, COCO = ALL[:1], ALL[1:]
 RATES: dict[str, tuple[str, tuple[float, ...]]] = {
     "lit": ("lr_text", (2e-5, 5e-5, 1e-4)),
-    "finetune": ("lr", (1e-5, 3e-5, 1e-4)),
-    "lora": ("lr", (1e-4, 3e-4, 1e-3)),
+    "finetune": ("lr", (3e-5, 1e-4, 3e-4)),
+    "lora": ("lr", (1e-4, 3e-4, 1e-3, 3e-3)),
 }
 BETWEEN = (0.0, 0.25, 0.5, 0.75, 1.0)
 RECALLS = [f"{side}_recall@{k}" for side in ("text_to_image", "image_to_text") for k in (1, 10)]
@@ -162,11 +165,9 @@ def row(trial: Trial, results: list[SetResult], weight: float = 1.0) -> dict[str
 
 
 def chosen(method: str) -> float:
-    """The rate that was best on the search's sets."""
-    if method not in RATES:
-        return 0.0
+    """The rate that was best on the search's sets; 0 without a search."""
     found = [r for r in rows(FILE) if (r["phase"], r["method"]) == ("search", method)]
-    return float(max(found, key=lambda r: float(r["mean10"]))["rate"])
+    return float(max(found, key=lambda r: float(r["mean10"]))["rate"]) if found else 0.0
 
 
 def stored() -> Counter[Trial]:
@@ -174,16 +175,18 @@ def stored() -> Counter[Trial]:
     return Counter(Trial(r["phase"], r["method"], float(r["rate"]), int(r["seed"])) for r in rows(FILE))
 
 
-def record(trials: Iterable[Trial], inputs: Inputs, pool: ProcessPoolExecutor) -> None:
-    for future in as_completed([pool.submit(run, trial, inputs) for trial in trials]):
-        for line in future.result():
-            append(FILE, line)
-            print(
-                {
-                    name: line[name]
-                    for name in ("phase", "method", "rate", "seed", "weight", "mean10", "cifar10", "seconds")
-                }
-            )
+def due() -> list[Trial]:
+    """What can run now: heads, the searches, and the comparison of each method whose search is complete."""
+    done = stored()
+    trials = [Trial("compare", "heads", 0.0, seed) for seed in SEEDS]
+    for method, (_, rates) in RATES.items():
+        search = [Trial("search", method, rate, SEARCH_SEED) for rate in rates]
+        trials += search
+        if all(trial in done for trial in search):
+            trials += [Trial("compare", method, chosen(method), seed) for seed in SEEDS]
+    if (best := Trial("compare", "finetune", chosen("finetune"), SEEDS[0])) in trials:
+        trials.append(best._replace(phase="between"))
+    return [trial for trial in trials if trial not in done]
 
 
 def tables(path: Path) -> dict[str, Table]:
@@ -226,28 +229,22 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("weights", type=Path)
     parser.add_argument("--processes", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after this time")
     parser.add_argument("--on-cpu", action="store_true")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         inputs = Inputs(options.data, options.weights, Path(folder), options.on_cpu)
-        if options.on_cpu:
-            with ProcessPoolExecutor(1, mp_context=context) as alone:
-                record([Trial("between", "finetune", 3e-5, SEEDS[0])], inputs, alone)
-            return
+        between = Trial("between", "finetune", 3e-5, SEEDS[0])
+        timed = Trial("timed", "heads", 0.0, SEEDS[0])
         with ProcessPoolExecutor(1, mp_context=context) as alone:
-            timed = Trial("timed", "heads", 0.0, SEEDS[0])
-            for _ in range(2 - stored()[timed]):
-                record([timed], inputs, alone)
-        with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
-            search = [
-                Trial("search", name, rate, SEARCH_SEED) for name, (_, rates) in RATES.items() for rate in rates
-            ]
-            heads = [Trial("compare", "heads", 0.0, seed) for seed in SEEDS]
-            record((trial for trial in (*search, *heads) if trial not in stored()), inputs, pool)
-            rest = [Trial("compare", method, chosen(method), seed) for seed in SEEDS for method in RATES]
-            between = Trial("between", "finetune", chosen("finetune"), SEEDS[0])
-            record((trial for trial in (between, *rest) if trial not in stored()), inputs, pool)
+            for trial in [between] if options.on_cpu else [timed] * (2 - stored()[timed]):
+                append(FILE, *alone.submit(run, trial, inputs).result())
+        if not options.on_cpu:
+            with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
+                run_all(due, lambda trial: pool.submit(run, trial, inputs), FILE, time.monotonic() + options.seconds)
+    for table in tables(FILE).values():
+        print(table, end="\n\n")
 
 
 if __name__ == "__main__":

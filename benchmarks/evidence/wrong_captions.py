@@ -27,10 +27,14 @@ tried on the search's photographs at the same noise, further while the best lies
 then seeds 301 to 303. Batch 128 at 0% is searched like these.
 Other losses (v0, v2, v3, sogclr, isogclr), at 0 and 20%: the same search of rates around that of v1, seeds 301 to
 303.
+Heads on clean data (registered later, before its rows): v1-auto at 0%, searched like the arms above but without
+exchanged captions, heads included; then seeds 301 to 305, as phase clean-compare.
+Clean (registered later, before its rows): v1-auto searched like the arms above, heads included, but at 0%; then the
+best with seeds 301 to 305.
 By heart: recall@10 of 1,000 wrong training captions for the image that they were given with.
 
     python benchmarks/evidence/wrong_captions.py DATA IMAGE_WEIGHTS TEXT_DIRECTORY --phase search
-    python benchmarks/evidence/wrong_captions.py ... --phase primaries stairs batches losses  # after a commit
+    python benchmarks/evidence/wrong_captions.py ... --phase primaries stairs batches losses clean  # after a commit
 
 Many runs share the GPU: start `nvidia-cuda-mps-control -d` first. wrong_captions_report.py makes tables and figures.
 """
@@ -100,7 +104,7 @@ DIRECTIONS = ("text_to_image_recall@10", "image_to_text_recall@10")
 
 
 class Trial(NamedTuple):
-    phase: str  # search, rates (at another batch or share), compare
+    phase: str  # search, rates (at another batch or share), clean (a search, too), compare
     arm: str
     head: str
     lr: float
@@ -131,7 +135,7 @@ class Inputs(NamedTuple):
         }  # fmt: skip
 
 
-def run(trial: Trial, inputs: Inputs) -> dict[str, Any]:
+def run(trial: Trial, inputs: Inputs) -> list[dict[str, Any]]:
     """One row."""
     torch.set_num_threads(1)
     begin = time.perf_counter()
@@ -146,12 +150,13 @@ def run(trial: Trial, inputs: Inputs) -> dict[str, Any]:
             results |= {f"{name.split('-')[0]} {d[:13]}": v for d, v in recalls(model, inputs.data / name)}
         by_heart = "" if searching or trial.exchanged != 0.2 else f"{recall_by_heart(model, trial, inputs):.4f}"
         detected = detection(trained.checkpoint, trial, excluded) | {"fits_on": pair_fits(trained)}
-    return {
+    row = {
         **trial._asdict(), **{name: f"{value:.4f}" for name, value in results.items()},
         "mean": f"{statistics.fmean(results.values()):.4f}", "tau_end": f"{model.temperature():.4f}", **detected,
         "by_heart": by_heart, "seconds": f"{seconds:.0f}",
         **provenance(),
     }  # fmt: skip
+    return [row]
 
 
 def common_settings(folder: Path, excluded: np.ndarray) -> dict[str, Any]:
@@ -287,9 +292,9 @@ def extended(trials: list[Trial], done: Done, most: int, *, temperatures: bool =
     return trials
 
 
-def search_trials(arm: str, done: Done) -> list[Trial]:
-    grid = itertools.product(HEADS, RATES, TEMPERATURES)
-    start = [Trial("search", arm, head, lr, tau, 0.2, 128, SEARCH_SEED) for head, lr, tau in grid]
+def search_trials(arm: str, done: Done, *, clean: bool = False) -> list[Trial]:
+    grid, (phase, share) = itertools.product(HEADS, RATES, TEMPERATURES), ("clean", 0.0) if clean else ("search", 0.2)
+    start = [Trial(phase, arm, head, lr, tau, share, 128, SEARCH_SEED) for head, lr, tau in grid]
     return extended(start, done, MOST_EXTENSIONS)
 
 
@@ -346,12 +351,18 @@ def other_losses(done: Done) -> list[list[Trial]]:
     return [rate_trials(arm, 128, share, done) for arm in OTHERS for share in (0.2, 0.0)]
 
 
+def clean(done: Done) -> list[Trial]:
+    search = search_trials("v1-auto", done, clean=True)
+    complete = all(trial in done for trial in search)
+    return search + (compare(best_of(search, done), SEEDS[:5]) if complete else [])
+
+
 def due(phase: str, done: Done) -> list[Trial]:
     """What a phase can run now, the searches' extensions last."""
     if phase == "search":
         trials = [trial for arm in SEARCHED for trial in search_trials(arm, done)]
-    elif phase in ("primaries", "stairs"):
-        trials = primaries(done) if phase == "primaries" else stairs(done)
+    elif phase in ("primaries", "stairs", "clean"):
+        trials = {"primaries": primaries, "stairs": stairs, "clean": clean}[phase](done)
     else:
         trials = []
         for search in over_batches(done) if phase == "batches" else other_losses(done):
@@ -362,10 +373,13 @@ def due(phase: str, done: Done) -> list[Trial]:
 
 
 def run_all(
-    trials_due: Callable[[], list[Any]], submit: Callable[[Any], Future[dict[str, Any]]], file: Path, until: float
+    trials_due: Callable[[], list[Any]],
+    submit: Callable[[Any], Future[list[dict[str, Any]]]],
+    file: Path,
+    until: float,
 ) -> None:
     """All trials that are due, those that follow from others' results as soon as these are there."""
-    running: dict[Future[dict[str, Any]], Any] = {}
+    running: dict[Future[list[dict[str, Any]]], Any] = {}
     while True:
         if time.monotonic() < until:
             for trial in trials_due():
@@ -379,7 +393,7 @@ def run_all(
                 print(f"{trial} failed: {error!r}", flush=True)
                 running.clear()
                 raise SystemExit(1)
-            append(file, future.result())
+            append(file, *future.result())
         if time.monotonic() >= until:
             for future in [future for future in running if future.cancel()]:
                 del running[future]
@@ -403,7 +417,7 @@ def run_study(
     description: str | None,
     flag: str,
     due: Mapping[str, Callable[[], list[Any]]],
-    run: Callable[[Any, Inputs], dict[str, Any]],
+    run: Callable[[Any, Inputs], list[dict[str, Any]]],
     file: Path,
     *,
     processes: int,
@@ -426,7 +440,9 @@ def run_study(
 
 
 def main() -> None:
-    phases = {name: partial(due_now, name) for name in ("search", "primaries", "stairs", "batches", "losses")}
+    phases = {
+        name: partial(due_now, name) for name in ("search", "primaries", "stairs", "batches", "losses", "clean")
+    }
     run_study(__doc__, "--phase", phases, run, FILE, processes=14)
 
 

@@ -9,7 +9,19 @@ from typing import Any
 from line_chart import figure
 from measurements import Table
 from stats import paired, percent
-from wrong_captions import BATCH_ARMS, SHARES, STAIRS, stored
+from wrong_captions import (
+    BATCH_ARMS,
+    SEEDS,
+    SHARES,
+    STAIRS,
+    Trial,
+    best_of,
+    chosen,
+    compare,
+    rate_trials,
+    search_trials,
+    stored,
+)
 
 BOOTSTRAP_DRAWS = 10_000
 LABELS = {
@@ -19,11 +31,19 @@ LABELS = {
 }  # fmt: skip
 
 
-def compared(path: Path) -> dict[tuple[float, int, str], dict[int, dict[str, str]]]:
-    """The rows of the comparison by share, batch and arm, then by seed."""
-    result: dict[tuple[float, int, str], dict[int, dict[str, str]]] = {}
-    for trial, row in sorted(stored(path).items()):
-        if trial.phase == "compare":
+Cells = dict[tuple[float, int, str], dict[int, dict[str, str]]]
+
+
+def compared(done: Mapping[Trial, dict[str, str]], *, tuned: bool = False) -> Cells:
+    """The rows of the comparison by share, batch and arm, then by seed. Batch 128 at 0% has the values of the search
+    at 20%, or those that were tuned there."""
+    result: Cells = {}
+    for trial, row in sorted(done.items()):
+        values = trial
+        if (trial.exchanged, trial.batch) == (0, 128) and trial.arm in BATCH_ARMS:
+            search = rate_trials(trial.arm, 128, 0.0, done) if tuned else []
+            values = best_of(search, done) if search and all(t in done for t in search) else chosen(trial.arm, done)
+        if trial.phase == "compare" and trial[2:5] == values[2:5]:
             result.setdefault((trial.exchanged, trial.batch, trial.arm), {})[trial.seed] = row
     return result
 
@@ -41,7 +61,8 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 
 def tables(path: Path) -> dict[str, Table]:
     """`wrong_captions`: every arm at batch 128, against v1-auto; `wrong_captions_batches`: means by batch."""
-    cells, lines = compared(path), []
+    done = stored(path)
+    cells, lines = compared(done), []
     for (share, batch, arm), seeds in sorted(cells.items()):
         default = cells.get((share, batch, "v1-auto"), {})
         if batch != 128:
@@ -67,6 +88,7 @@ def tables(path: Path) -> dict[str, Table]:
         "exchanged", "arm", "head", "lr", "tau", "seeds", "mean recall@10", "v1-auto minus it", "95%", "p",
         "estimated share", "AUROC", "precision", "wrong pairs by heart",
     ]  # fmt: skip
+    cells = compared(done, tuned=True)
     sizes = sorted({batch for _, batch, _ in cells})
     by_batch = [
         [
@@ -78,12 +100,26 @@ def tables(path: Path) -> dict[str, Table]:
         for arm in BATCH_ARMS
     ]
     batches = Table(["exchanged", "arm", *(f"batch {size}" for size in sizes)], by_batch)
-    return {"wrong_captions": Table(columns, lines), "wrong_captions_batches": batches}
+    named = {"wrong_captions": Table(columns, lines), "wrong_captions_batches": batches}
+    return named | {"clean_heads": clean_heads(done)}
+
+
+def clean_heads(done: Mapping[Trial, dict[str, str]]) -> Table:
+    """v1-auto on clean data: the best of each of open_clip's heads in the search, and the better one over seeds."""
+    search = [trial for trial in search_trials("v1-auto", done, clean=True) if trial in done]
+    lines = []
+    for head in dict.fromkeys(trial.head for trial in search):
+        best = best_of([trial for trial in search if trial.head == head], done)
+        seeds = [done[trial] for trial in compare(best, SEEDS[:5]) if trial in done]
+        values = percent([float(row["mean"]) for row in seeds]) if best == best_of(search, done) and seeds else ""
+        lines.append([head, f"{best.lr:g}", f"{best.tau:g}", f"{100 * float(done[best]['mean']):.1f}", values])
+    return Table(["head", "lr", "tau", "in the search", "mean recall@10"], lines)
 
 
 def draw(path: Path) -> None:
     """The stairs over the share of wrong captions and, where they were run, the arms over the batch."""
-    cells = compared(path)
+    done = stored(path)
+    cells, tuned = compared(done), compared(done, tuned=True)
     batches = len({batch for _, batch, _ in cells}) > 1
     columns, size = (3, (12, 3.8)) if batches else (1, (6, 3.8))
     target = path.with_suffix(".svg")
@@ -95,8 +131,8 @@ def draw(path: Path) -> None:
             )
         for axes, share in zip(over_batches, (0.0, 0.2), strict=bool(over_batches)):
             for arm in BATCH_ARMS:
-                sizes = sorted(batch for s, batch, a in cells if (s, a) == (share, arm))
-                _line(axes, [(batch, cells[share, batch, arm]) for batch in sizes], arm)
+                sizes = sorted(batch for s, batch, a in tuned if (s, a) == (share, arm))
+                _line(axes, [(batch, tuned[share, batch, arm]) for batch in sizes], arm)
             axes.set_xscale("log", base=2)
             axes.set(xlabel="batch", title=f"{share:.0%} of the captions wrong")
         stairs.set(

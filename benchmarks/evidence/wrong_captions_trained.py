@@ -75,7 +75,7 @@ def last_stage(trial: Trial, first: dict[str, Any], inputs: Inputs) -> leanclip.
     return leanclip.train(**settings, recipe="finetune", pretrained=str(heads.directory), name="run")
 
 
-def run(trial: Trial, inputs: Inputs) -> dict[str, Any]:
+def run(trial: Trial, inputs: Inputs) -> list[dict[str, Any]]:
     """One row."""
     torch.set_num_threads(1)
     begin, searching = time.perf_counter(), trial.phase == "search"
@@ -93,11 +93,12 @@ def run(trial: Trial, inputs: Inputs) -> dict[str, Any]:
         }
         detected = wrong_captions.detection(trained.checkpoint, projections, excluded)
         detected["fits_on"] = wrong_captions.pair_fits(trained)
-    return {
+    row = {
         **trial._asdict(), **{name: f"{value:.4f}" for name, value in found.items()},
         "mean": f"{statistics.fmean(found.values()):.4f}", **detected,
         "seconds": f"{seconds:.0f}", **provenance(),
     }  # fmt: skip
+    return [row]
 
 
 def stored() -> dict[Trial, dict[str, str]]:

@@ -1,6 +1,5 @@
 """The studies of real towers and photographs, run on toy towers and pictures: all phases, to tables."""
 
-import shutil
 import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import torch
 import wrong_captions
 import wrong_captions_report
 import wrong_captions_trained
-from measurements import rows
+from measurements import append, rows
 from safetensors.torch import save_file
 from shard_files import picture, sound, write_shard
 
@@ -129,12 +128,13 @@ def test_wrong_captions_with_all_weights(start, arm, photos, small_settings, tmp
 
 
 def test_wrong_captions_over_batches_and_other_losses(photos, small_settings, tmp_path, monkeypatch):
-    """From the stored search; its rows are those that the committed file goes on with."""
+    """From the stored search."""
     file = tmp_path / "rows.csv"
-    shutil.copy(wrong_captions.FILE, file)
+    append(file, *(row for row in rows(wrong_captions.FILE) if row["phase"] == "search"))
     changed = SimpleNamespace(
-        FILE=file, BATCH_ARMS=("v1-auto",), OTHERS=("v2",), BATCHES=(64,), SEEDS=(301,), MOST_RATE_EXTENSIONS=0
-    )
+        FILE=file, BATCH_ARMS=("v1-auto",), OTHERS=("v2",), BATCHES=(64,), SEEDS=(301,), MOST_RATE_EXTENSIONS=0,
+        HEADS=("linear",), RATES=(5e-4,), TEMPERATURES=(0.07,), MOST_EXTENSIONS=0,
+    )  # fmt: skip
     for name, value in vars(changed).items():
         monkeypatch.setattr(wrong_captions, name, value)
     monkeypatch.setattr(wrong_captions, "stored", lambda path=file, original=wrong_captions.stored: original(path))
@@ -143,6 +143,8 @@ def test_wrong_captions_over_batches_and_other_losses(photos, small_settings, tm
     stored = rows(file)[before:]
     assert len(stored) == 3 * 4 + 2 * 4  # three rates and a comparison: two batches (128 clean only), another loss
     assert {(row["batch"], row["arm"]) for row in stored} == {("64", "v1-auto"), ("128", "v1-auto"), ("128", "v2")}
+    run(wrong_captions, monkeypatch, photos, "image", "text", "--phase", "clean")
+    assert [row["phase"] for row in rows(file)].count("clean") == 1
     named = wrong_captions_report.tables(file)
     assert "batch 64" in named["wrong_captions_batches"].columns
     wrong_captions_report.draw(file)
