@@ -109,7 +109,11 @@ def on_device(
     pack: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Iterator[Batch]:
     """The batches on the device, with `pack` applied to each. On CUDA a thread does both on a stream of its own, one
-    batch ahead: the training step waits for the device, which would leave no time beside it."""
+    batch ahead: the training step waits for the device, which would leave no time beside it.
+
+    The first batch is taken by the calling thread, because the loader's workers start with it: forked in a thread of
+    a pool, a worker of Python 3.12 tries to join itself when it ends.
+    """
     if device.type != "cuda":
         for batch in batches:
             yield pack(batch.to(device, dtype))
@@ -127,10 +131,11 @@ def on_device(
     # same workers, and two threads would take each other's batches. The wait counts as no activity, since a loader
     # may hang.
     with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,)) as thread:
-        sending = thread.submit(send_next)
-        while (sent := sending.result()) is not None:
+        sent = send_next()
+        while sent is not None:
             sending = thread.submit(send_next)
             yield _received(*sent)
+            sent = sending.result()
 
 
 def numbered(device: torch.device) -> torch.device:

@@ -17,6 +17,7 @@ RUN_TIME = (
     "end_col",
     "num_rows",
     "num_cols",
+    "num_samples",
     "offset",
     "first_strip",
     "num_strips",
