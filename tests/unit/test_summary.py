@@ -139,7 +139,7 @@ MIXED = {"image_tower": "timm:resnet50", "text_tower": "ViT-B-32", "pretrained_i
         ({"pretrained": "x", "lora_text": 8, "lr": 1e-3}, {"lr_text": None}),
         (
             VIT_TOWER | ADAPTERS | {"pretrained_text": "x", "global_batch_size": 256},
-            {"lr": 1e-4, "lr_head": 5e-4, "lr_image": None},
+            {"lr": 1e-3, "lr_head": 5e-4, "lr_image": None},
         ),
         (
             VIT_TOWER | {"pretrained_text": "x", "text_tower": "hf:y", "global_batch_size": 256},

@@ -72,6 +72,8 @@ FINE_TUNING = {"lr": 1e-5, "lr_tau": 1e-5, "batch": 256}
 HEADS = FINE_TUNING | {"lr": 5e-4, "batch": 128}
 # Adapters, whose steps in the weights are smaller than those of the matrices themselves: ten times the rate.
 ADAPTERS = FINE_TUNING | {"lr": 1e-4}
+# In towers that meet for the first time: the best of 1e-4, 3e-4 and 1e-3 (benchmarks/evidence/fine_tuning.py, one seed).
+FIRST_ADAPTERS = FINE_TUNING | {"lr": 1e-3}
 MAX_WARMUP, MAX_FINE_TUNING_WARMUP = 10_000, 1_000
 
 
@@ -173,7 +175,7 @@ def fill(config: TrainConfig, *, samples: int, processes: int = 1, fine_tuning: 
 
 def _rates_from_weights(model: ModelConfig) -> dict[str, float]:
     if adapters_only(model):
-        return ADAPTERS
+        return FIRST_ADAPTERS if new_projections(model) else ADAPTERS
     return HEADS if heads_only(model) else FINE_TUNING
 
 
