@@ -31,7 +31,8 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 # Named in the documentation because OpenCLIP has them or other programs do, not because we do.
 FOREIGN_FLAGS = {"max-restarts", "signal",
     "logdir", "sort", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint",
-    "rdzv-id", "rdzv-conf", "node-rank", "master-addr", "master-port", "nodes", "requeue", "requirements", "per-process",
+    "rdzv-id", "rdzv-conf", "node-rank", "master-addr", "master-port", "nodes", "requeue", "requirements",
+    "per-process",
     *FLAG.findall(" ".join(f"--{flag.name}" for flag in FLAGS)),
 }  # fmt: skip
 
