@@ -7,7 +7,7 @@ from torch.nn.functional import normalize
 import leanclip
 from leanclip.distributed import Ranks
 from leanclip.losses.base import ContrastiveLoss, Local
-from leanclip.losses.pair_weights import Fit, Mode, null_score
+from leanclip.losses.pair_weights import Fit, Mode, count_scores, gate, null_score
 from leanclip.losses.similarities import Similarities
 from leanclip.ops import reference
 from refusal import refuses
@@ -373,3 +373,22 @@ def test_a_model_that_cannot_tell_right_from_wrong_turns_no_weights_on(noise):
     refit = loss.pair_weights.take_refit()
     assert refit is not None and refit.wrong_pairs > 0.1 and not refit.on and weights_of(loss).eq(1).all()
     assert "off, the model does not tell" in refit.described and "look wrong" not in refit.described
+
+
+@pytest.mark.parametrize(
+    ("groups", "wrong_mean", "is_open"),
+    [
+        (((0.6, -0.61, 0.6), (0.4, 0.87, 0.55)), 0.87, True),  # as many move the median
+        (((0.6, -0.61, 0.6), (0.4, 0.87, 0.55)), 1.25, True),  # and some of them are learned by heart
+        (((0.6, -0.61, 0.5), (0.4, 0.92, 0.5)), 2.3, False),  # right pairs of two kinds
+        (((1.0, 0.0, 1.0),), 0.9, False),  # of a model that cannot tell
+    ],
+)
+def test_the_gate_opens_where_two_groups_are_seen_and_wrong_pairs_score_like_the_upper_one(
+    groups, wrong_mean, is_open
+):
+    draw, number = torch.Generator().manual_seed(5), 20_000
+    parts = [mean + spread * torch.randn(round(share * number), generator=draw) for share, mean, spread in groups]
+    counts = count_scores(torch.cat(parts), torch.full((number,), 2)).double()
+    result = gate(counts, torch.tensor([wrong_mean * 100, 100.0]))
+    assert result is not None and result.open == is_open

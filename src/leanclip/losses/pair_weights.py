@@ -29,6 +29,8 @@ NULL = "null"  # sum and number of the scores of wrong pairs
 MIN_VISITS = 2  # of a sample, before which its score says little
 VISITS_PER_FIT = 1_000_000  # where an epoch has more, it has several fits
 SMALLEST_SHARE = 0.01  # of wrong pairs, up to which `auto` leaves all pairs at weight 1
+CLEARLY_APART = 2.0  # Ashman's D of two normals, from which on they are two groups (Ashman, Bird and Zepf 1994)
+SEEN_AS_WRONG = 0.25  # of the upper normal's share, which the gate has to see: it may be another kind of right pairs
 RANGE, BINS, LOGGED_BINS = 8.0, 1024, 128  # of the histogram, in standard deviations on both sides
 ITERATIONS, SMALLEST_SPREAD = 300, 0.02
 CHUNK = 1 << 22  # values counted at a time, which bounds the memory
@@ -61,6 +63,11 @@ class Fit(NamedTuple):
     high: float
     high_spread: float
     share: float  # of the upper one
+
+    @property
+    def apart(self) -> float:
+        """Ashman's D."""
+        return (self.high - self.low) * math.sqrt(2) / math.hypot(self.low_spread, self.high_spread)
 
 
 class Refit(NamedTuple):
@@ -161,8 +168,7 @@ class PairWeights(nn.Module):
         if (wrong := gate(counts, state.get_buffer(NULL))) is None:
             self.fit[-1] = turn
             return
-        share, fit = wrong.share, fit_two_normals(counts)
-        used = wrong.open or not self.gated
+        share, fit, used = wrong.share, wrong.fit, wrong.open or not self.gated
         self.fit.copy_(torch.tensor([float(used), *fit, share, float(turn)]))
         logged = counts.view(LOGGED_BINS, -1).sum(1).long().tolist()
         self._refit = Refit(used, share, fit, tuple(logged))
@@ -235,6 +241,7 @@ def log_odds(
 class Gate(NamedTuple):
     share: float  # of wrong pairs, estimated
     open: bool  # whether enough of them are wrong, and the model can tell
+    fit: Fit
 
 
 def gate(counts: Tensor, null: Tensor) -> Gate | None:
@@ -243,16 +250,21 @@ def gate(counts: Tensor, null: Tensor) -> Gate | None:
     Where a model can hardly tell right from wrong, right pairs lie beyond the mean of wrong ones, too; as many then
     lie as far below the median. So the gate stays closed if these are half as many. The share has to be above the
     limit by its standard error.
+
+    Many wrong pairs move the median. So it opens, too, where the fit has two groups, if enough of the upper one lies
+    beyond the mean of wrong pairs: half of it would, if none were learned by heart.
     """
     null_sum, null_number = null.tolist()
     total = float(counts.sum())
     if null_number == 0 or total < 2:
         return None
-    x, mean = _centres(), null_sum / null_number
+    x, mean, fit = _centres(), null_sum / null_number, fit_two_normals(counts)
     median = float(x[int((counts.cumsum(0) < total / 2).sum())])
     beyond, mirrored = float(counts[x > mean].sum()), float(counts[x < 2 * median - mean].sum())
     share, error = min(1.0, 2 * beyond / total), 2 * math.sqrt(beyond) / total
-    return Gate(share, share - error > SMALLEST_SHARE and mirrored < beyond / 2)
+    clear = fit.apart > CLEARLY_APART and share > SEEN_AS_WRONG * fit.share
+    enough = share - error > SMALLEST_SHARE
+    return Gate(share, enough and (clear or mirrored < beyond / 2), fit)
 
 
 def count_scores(score: Tensor, scored: Tensor, min_visits: int = MIN_VISITS) -> Tensor:

@@ -72,7 +72,7 @@ FINE_TUNING = {"lr": 1e-5, "lr_tau": 1e-5, "batch": 256}
 HEADS = FINE_TUNING | {"lr": 5e-4, "batch": 128}
 # Adapters, whose steps in the weights are smaller than those of the matrices themselves: ten times the rate.
 ADAPTERS = FINE_TUNING | {"lr": 1e-4}
-# In towers that meet for the first time: the best of 1e-4, 3e-4 and 1e-3 (benchmarks/evidence/fine_tuning.py, one seed).
+# In towers that meet for the first time: the best of 1e-4, 3e-4 and 1e-3 (benchmarks/evidence/fine_tuning.py).
 FIRST_ADAPTERS = FINE_TUNING | {"lr": 1e-3}
 MAX_WARMUP, MAX_FINE_TUNING_WARMUP = 10_000, 1_000
 

@@ -17,7 +17,7 @@ from leanclip.errors import UserError
 from leanclip.evaluation import EvaluationSettings
 from leanclip.evaluation.embed import embed_texts, embedded_batches, inference
 from leanclip.losses import create_loss
-from leanclip.losses.pair_weights import MIN_VISITS, SMALLEST_SHARE, count_scores, fit_two_normals, gate, log_odds
+from leanclip.losses.pair_weights import MIN_VISITS, SMALLEST_SHARE, count_scores, gate, log_odds
 from leanclip.models import TwoTower
 
 NAMES = ("score", "scored", "null")
@@ -102,7 +102,7 @@ def judge(score: Tensor, scored: Tensor, null: Tensor) -> Scores:
     wrong = gate(counts, null)
     if wrong is None:
         raise UserError("the run has not scored its pairs yet; train it longer", code="suspects.no_scores")
-    share, fit = wrong.share, fit_two_normals(counts)
+    share, fit = wrong.share, wrong.fit
     can_tell = wrong.open or share <= SMALLEST_SHARE
     odds = log_odds(score.float(), *torch.tensor(fit))
     probability = torch.sigmoid(_logit(share if can_tell else 0.0) - _logit(fit.share) - odds)
