@@ -30,6 +30,7 @@ MIN_VISITS = 2  # of a sample, before which its score says little
 VISITS_PER_FIT = 1_000_000  # where an epoch has more, it has several fits
 SMALLEST_SHARE = 0.01  # of wrong pairs, up to which `auto` leaves all pairs at weight 1
 CLEARLY_APART = 2.0  # Ashman's D of two normals, from which on they are two groups (Ashman, Bird and Zepf 1994)
+LARGE_GROUP, LEAST_SAMPLES = 0.2, 1000  # smaller shares of fewer samples lie apart by chance
 SEEN_AS_WRONG = 0.25  # of the upper normal's share, which the gate has to see: it may be another kind of right pairs
 RANGE, BINS, LOGGED_BINS = 8.0, 1024, 128  # of the histogram, in standard deviations on both sides
 ITERATIONS, SMALLEST_SPREAD = 300, 0.02
@@ -262,7 +263,8 @@ def gate(counts: Tensor, null: Tensor) -> Gate | None:
     median = float(x[int((counts.cumsum(0) < total / 2).sum())])
     beyond, mirrored = float(counts[x > mean].sum()), float(counts[x < 2 * median - mean].sum())
     share, error = min(1.0, 2 * beyond / total), 2 * math.sqrt(beyond) / total
-    clear = fit.apart > CLEARLY_APART and share > SEEN_AS_WRONG * fit.share
+    clear = total >= LEAST_SAMPLES and fit.share > LARGE_GROUP and fit.apart > CLEARLY_APART
+    clear = clear and share > SEEN_AS_WRONG * fit.share
     enough = share - error > SMALLEST_SHARE
     return Gate(share, enough and (clear or mirrored < beyond / 2), fit)
 
