@@ -114,12 +114,15 @@ class _Trainer:
                 if verdict != "continue":
                     raise self.not_finite(result, batch)
                 finished = self.at.step == job.steps
-                if finished or self.at.step % run.log_every == 0:
+                logged = finished or self.at.step % run.log_every == 0
+                if logged:
                     self.report(result)
                 evaluated = finished or (run.eval_every and self.at.step % run.eval_every == 0)
                 best = self.evaluate() if evaluated else False
                 ACTIVITY.advance()
                 stopped = None if finished else self.stop.after(self.steps_taken)
+                if stopped and not logged:  # the last line is that of the checkpoint
+                    self.report(result)
                 due = run.save_every and self.at.step % run.save_every == 0
                 full = finished or stopped or (due and not self.nonfinite.in_a_row)  # not while weights may be broken
                 if full or best:
