@@ -156,6 +156,9 @@ def test_refused_flags_name_the_reason(flag, capsys):
         ("--val-data v.csv --model RN101 --pretrained epoch_3.pt", "openclip.evaluation_only"),
         ("--train-data x.tar --lr-scheduler const-cooldown", "config.bad_value"),
         ("--train-data x.tar --save-frequency 1 --save-every 5", "config.bad_value"),
+        ("--train-data 0.tar 1.tar", "cli.unexpected_argument"),  # a pattern without quotes
+        ("--train-data x.tar --val-data 0.tar 1.tar", "cli.unexpected_argument"),
+        ("--train-data x.tar --precision amp bf16", "cli.unexpected_argument"),
     ],
 )
 def test_bad_values_are_refused(line, code, capsys):

@@ -24,7 +24,7 @@ from leanclip.planning import step_prediction as predict
 from leanclip.planning.compiled_cost import traced_compile
 from leanclip.planning.gpu_model import GPUS, REFERENCE, gpu_named, read_gpu
 from leanclip.planning.network import NETWORKS
-from leanclip.planning.planner import USABLE, Planner
+from leanclip.planning.planner import SMALL_MICRO_BATCH, USABLE, Planner
 from leanclip.planning.step_prediction import Predicted, loss_memory, predict_step
 from leanclip.planning.step_trace import Kernel, faked, tracing
 from leanclip.runs.config import ParallelConfig, Precision, RunConfig, TrainConfig
@@ -299,7 +299,8 @@ def test_a_plan_takes_few_traces(small_model):
     largest = planner.largest_batch(config)
     assert len(planner.traced) <= 4
     data = replace(config.data, global_batch_size=largest)
-    assert 0.99 * planner.room < planner.step(replace(config, data=data), 512).needed <= planner.room
+    assert 0.99 * planner.room < planner.step(replace(config, data=data), SMALL_MICRO_BATCH).needed <= planner.room
+    assert planner.largest_batch(replace(config, data=data)) == largest  # whatever the batch that is planned
 
 
 @pytest.mark.slow

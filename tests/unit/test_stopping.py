@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import Dataset
 
 from leanclip.data.loader import _data_loader
+from leanclip.errors import stopped_code
 from leanclip.runs.stopping import CTRL_C, INTERRUPTED, REPEAT_CTRL_C_SECONDS, Stopping
 from machine import wait_until
 
@@ -134,6 +135,12 @@ def test_an_interrupted_run_saves_and_resumes(tmp_path, capsys):
     assert train(tmp_path, save_every=0, resume="auto", max_steps=step + 2, epochs=100000) == 0
     assert re.search(rf"resumed from .* at step {step}", capsys.readouterr().out.replace("\n", " "))
     assert steps_of_metrics(tmp_path) == list(range(1, step + 3))
+
+
+def test_the_last_line_of_a_stopped_run_is_that_of_its_checkpoint(tmp_path):
+    assert train(tmp_path, max_hours=1e-9, log_every=1000, max_steps=50, epochs=100) == stopped_code()
+    (step,) = [int(name[5:]) for name in names(tmp_path) if name.startswith("step_")]
+    assert steps_of_metrics(tmp_path) == [step] and step < 50
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_slow_disk(tmp_path):

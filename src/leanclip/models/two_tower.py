@@ -228,11 +228,11 @@ class TwoTower(nn.Module):
 
     def summary(self) -> tuple[TowerSummary, ...]:
         """What is trained of each tower, and where its weights come from."""
-        trained = self.fixed_norms - {*self.locked, *self.ranks}
+        fixed = self.fixed_norms - self.ranks.keys()
         return tuple(
             summarise(
                 self.clip, side, weights, self.ranks.get(side, 0), new=side in self.new_projections,
-                fixed_norms=side in trained and any(True for _ in self._norms(side)),
+                fixed_norms=side in fixed and any(p.requires_grad for m in self._norms(side) for p in m.parameters()),
             )
             for side, weights in self.weights.items()
         )  # fmt: skip

@@ -13,7 +13,7 @@ from leanclip.runs.defaults import interpolated
 from leanclip.training.model_setup import model_for_run, tower_depth
 
 USABLE = 0.92  # of the memory: the allocator cannot fill every gap, CUDA and NCCL take some for themselves
-MICRO_BATCHES = (512, 128, 32, 8)  # tried for the largest batch
+SMALL_MICRO_BATCH = 32  # of the largest batch
 UNIT = 1024  # samples: a rank's share of the largest batch is a multiple
 MOST_TRACES, MOST_SHARE = 7, 1 << 24  # in the search for it, and samples of a rank
 LEAST_SHARE, SMALLEST = 64, 128  # samples: of a rank, of a batch that is proposed
@@ -174,14 +174,13 @@ class Planner:
         )
 
     def largest_batch(self, config: TrainConfig) -> int:
-        """The largest global batch, of the data's samples at most, that fits in micro-batches; 0 for none.
+        """The largest global batch, of the data's samples at most, that fits in small micro-batches; 0 for none.
 
-        Micro-batches take at most half of the free memory. Lines through the last two shares lead to the result; the
-        first of them starts at what an empty batch would need.
+        Lines through the last two shares lead to the result; the first of them starts at what an empty batch would
+        need.
         """
         fixed, activations = self._memory_of_a_sample(config)
-        small = (size for size in MICRO_BATCHES if 2 * size * activations <= self.room - fixed)
-        micro = config.parallel.micro_batch or next(small, MICRO_BATCHES[-1])
+        micro = config.parallel.micro_batch or SMALL_MICRO_BATCH
         most = max(1, min(self.samples // self.ranks, MOST_SHARE))
         unit = min(UNIT, most)
         share = share_of(config, self.ranks)
