@@ -177,3 +177,12 @@ def test_a_hub_name_is_found_in_the_cache(tmp_path, offline_hub):
     torch.testing.assert_close(dict(again.clip.state_dict()), dict(model.clip.state_dict()), rtol=0, atol=0)
     assert again.image_mean.flatten().tolist() == [0.25, 0.5, 0.75]
     assert again.summary()[0].weights == "hf-hub:some/model"
+
+
+def test_a_directory_with_a_config_names_an_architecture(tmp_path):
+    """What the message for a hub that cannot be reached advises, for --model too."""
+    tiny = create_model(ModelConfig(model="leanclip-tiny"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "open_clip_config.json").write_text(json.dumps(tiny.open_clip_config()))
+    again = create_model(ModelConfig(model=str(tmp_path / "mine")))
+    assert again.config == tiny.config and again.preprocess == tiny.preprocess

@@ -3,6 +3,7 @@
 import argparse
 import csv
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -98,6 +99,16 @@ def test_a_line_of_leanclip_is_unchanged():
     assert from_openclip(words) == (words, [])
     assert settings("--eps 1e-6 --loss fastclip-v3")[0].loss.eps == 1e-6
     assert settings("--eps 1e-6 --loss infonce")[0].optim.eps_opt == 1e-6  # it has no eps of its own
+
+
+def test_the_flags_of_the_note_on_defaults_are_accepted(tmp_path, capsys):
+    """Also by a short run, which refuses OpenCLIP's warm-up."""
+    words = ["train", "--train-data", str(BUNDLED / "val-*.tar"), "--dataset-type", "webdataset", "--dry-run"]
+    words += ["--model", "leanclip-tiny", "--batch-size", "8", "--logs", str(tmp_path), "--name", "run"]
+    assert exit_code(*words) == 0
+    said = " ".join(" ".join(capsys.readouterr()).split())
+    (listed,) = re.findall("for OpenCLIP's add (.*) and, in a run of more steps, --warmup 10000", said)
+    assert "--lr 5e-4" in listed and exit_code(*words, *listed.split()) == 0
 
 
 def test_data_in_openclip_notation():

@@ -129,7 +129,7 @@ def test_the_plan_is_printed_before_the_largest_batch_is_searched(capsys, small_
     )
     _, out, _ = plan(capsys, "--model", small_model, "--gpu", "A10", "--global-batch-size", "64", "--compile", "off")
     assert "samples/s" in shown[0] and "run: " in shown[0]
-    assert "samples/s" not in out and "largest batch: 7" in out
+    assert "samples/s" not in out and "largest batch: about 7" in out
 
 
 @pytest.mark.parametrize("terminal", [False, True])

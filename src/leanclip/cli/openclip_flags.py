@@ -20,9 +20,10 @@ from leanclip.runs import TrainConfig
 
 # OpenCLIP's defaults that differ from leanclip's.
 DEFAULTS = {
-    "model": "RN50", "batch-size": "64", "lr": "5e-4", "wd": "0.2", "warmup": "10000",
-    "precision": "amp", "workers": "4", "save-frequency": "1", "val-frequency": "1",
+    "model": "RN50", "batch-size": "64", "lr": "5e-4", "wd": "0.2", "precision": "amp", "workers": "4",
+    "save-frequency": "1", "val-frequency": "1",
 }  # fmt: skip
+WARMUP = 10_000  # OpenCLIP's default, which a short run refuses
 SPELLINGS = {"bf16": "amp_bf16", "pure_bf16": "amp_bf16", "fp16": "amp", "pure_fp16": "amp"}
 TABLE = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
 OURS = {
@@ -250,7 +251,9 @@ def from_openclip(arguments: list[str]) -> tuple[list[str], list[str]]:
     if standalone and foreign:
         typed = line.flags.keys() | ({"batch-size"} if "global-batch-size" in line.flags else set())
         if others := [f"--{name} {value}" for name, value in DEFAULTS.items() if name not in typed]:
-            notes[f"other settings have leanclip's defaults; for OpenCLIP's add {' '.join(others)}"] = []
+            text = f"other settings have leanclip's defaults; for OpenCLIP's add {' '.join(others)}"
+            longer = f" and, in a run of more steps, --warmup {WARMUP}" if "warmup" not in typed else ""
+            notes[text + longer] = []
         if "loss" not in typed and "pretrained" not in typed:
             notes["the loss is fastclip-v3, which is not OpenCLIP's; --loss infonce is"] = []
     words = arguments if line.flags == before else line.arguments()

@@ -130,7 +130,7 @@ def run(arguments: list[str]) -> None:
     if not options:
         raise does_not_fit(config, planner, largest)
     limit = " (limited by --samples)" if largest > samples - 1024 * command.gpus else ""
-    console.print(f"largest batch: {largest:,} in micro-batches{limit}")
+    console.print(f"largest batch: {'' if limit else 'about '}{largest:,} in micro-batches{limit}")
     if not config.parallel.pad_text:
         console.print(f"(captions of {command.caption_length:g} tokens on average, --caption-length)", style="dim")
 
@@ -313,7 +313,9 @@ def comparison(option: Option, samples: int) -> Table:
 def does_not_fit(config: TrainConfig, planner: Planner, largest: int) -> UserError:
     split = " --fsdp," if planner.ranks > 1 and not config.parallel.fsdp else ""
     advice = (
-        f"the largest batch that fits is {largest:,}" if largest else f"use{split} a larger GPU or a smaller model"
+        f"the largest batch that fits is about {largest:,}"
+        if largest
+        else f"use{split} a larger GPU or a smaller model"
     )
     gpus = f"{planner.room / GIB:.1f} GiB of {planner.ranks} x {planner.gpu.name}"
     return UserError(f"{title(config)} does not fit into {gpus}; {advice}", code="plan.does_not_fit")

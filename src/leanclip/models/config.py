@@ -15,7 +15,7 @@ class ModelConfig:
     """Model"""
 
     model: str | None = setting(None, common=True, resume="free")
-    """An open_clip model name, a config file, or hf-hub:ORG/NAME. Default: the model of the run that
+    """An open_clip model name, a config file or its directory, or hf-hub:ORG/NAME. Default: the model of the run that
     --pretrained names, else ViT-B-32; leanclip-tiny for the bundled data."""
     pretrained: str | None = setting(None, common=True, resume="free")
     """Initial weights: a checkpoint, a leanclip run, an open_clip tag, or hf-hub:ORG/NAME."""

@@ -56,9 +56,12 @@ open_clip.add_model_config(Path(__file__).parent / "configs")
 
 
 def model_config_of(model: str) -> tuple[str, dict[str, Any]]:
-    """The name and the open_clip config of a model: of a name, of the path of a file that holds it, or on the hub."""
+    """The name and the open_clip config of a model: of a name, of the path of a file or a directory that holds it, or
+    on the hub."""
     if model.startswith(HUB):
         return model, _read_config(hub_file(model, CONFIG_FILE))
+    if (Path(model) / CONFIG_FILE).is_file():
+        return Path(model).name, _read_config(Path(model) / CONFIG_FILE)
     if model.endswith((".json", ".safetensors")):
         return Path(model).stem, _read_config(Path(model))
     config = open_clip.get_model_config(model)

@@ -13,7 +13,7 @@ from leanclip.runs.defaults import interpolated
 from leanclip.training.model_setup import model_for_run, tower_depth
 
 USABLE = 0.92  # of the memory: the allocator cannot fill every gap, CUDA and NCCL take some for themselves
-SMALL_MICRO_BATCH = 32  # of the largest batch
+SMALL_MICRO_BATCH = 8  # of the largest batch
 UNIT = 1024  # samples: a rank's share of the largest batch is a multiple
 MOST_TRACES, MOST_SHARE = 7, 1 << 24  # in the search for it, and samples of a rank
 LEAST_SHARE, SMALLEST = 64, 128  # samples: of a rank, of a batch that is proposed
