@@ -220,7 +220,7 @@ def draw(path: Path) -> None:
             axes.annotate(r["weight"], (x, y), textcoords="offset points", xytext=(6, 4))
         axes.set(
             xlabel="kept: COCO val, text-to-image recall@10 in %", ylabel="gained: Flickr8k test, likewise",
-            title="weights between start (0) and end (1) of fine-tuning",
+            title="leanclip, weights from start (0) to end (1) of fine-tuning",
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import communication
 import compare_losses
 import estimate_error
+import fine_tuning
 import loss_over_ranks
 import measurements
 import network_time
@@ -32,6 +33,7 @@ FILES = {
     "overlap.csv": overlap,
     "wall_clock.csv": time_to_recall_report,
     "wrong_captions.csv": wrong_captions_report,
+    "fine_tuning.csv": fine_tuning,
 }
 
 

@@ -32,7 +32,7 @@ FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
 FOREIGN_FLAGS = {"max-restarts", "signal",
     "logdir", "sort", "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint",
     "rdzv-id", "rdzv-conf", "node-rank", "master-addr", "master-port", "nodes", "requeue", "requirements",
-    "per-process",
+    "per-process", "on-cpu",
     *FLAG.findall(" ".join(f"--{flag.name}" for flag in FLAGS)),
 }  # fmt: skip
 
