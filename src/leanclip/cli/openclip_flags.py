@@ -265,8 +265,9 @@ def _replacement(flag: Flag, line: Line) -> Values:
         takes, values = "one value" if flag.takes_value else "no value", " ".join(line.flags[flag.name]) or "none"
         raise mistake(f"--{flag.name} takes {takes}, not {values}")
     if len(line.flags[flag.name]) > 1 and RULES.get(flag.name) not in (None, _sizes, _aug_cfg):
-        text = f"unexpected argument {line.flags[flag.name][1]!r}: --{flag.name} takes one value; quote a pattern"
-        raise UserError(text, code="cli.unexpected_argument")
+        hint = "; put a pattern in quotes" if flag.name.endswith("-data") else ""
+        text = f"unexpected argument {line.flags[flag.name][1]!r}: --{flag.name} takes one value"
+        raise UserError(text + hint, code="cli.unexpected_argument")
     if flag.status == "refused":
         raise UserError(f"OpenCLIP's --{flag.name} is not supported: {flag.text}", code="openclip.refused")
     return RULES.get(flag.name, BY_STATUS[flag.status])(line, flag.name)

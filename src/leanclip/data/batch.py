@@ -111,8 +111,8 @@ def on_device(
     """The batches on the device, with `pack` applied to each. On CUDA a thread does both on a stream of its own, one
     batch ahead: the training step waits for the device, which would leave no time beside it.
 
-    The first batch is taken by the calling thread, because the loader's workers start with it: forked in a thread of
-    a pool, a worker of Python 3.12 tries to join itself when it ends.
+    The first batch is taken by the calling thread, because the loader's workers start with it: a worker that
+    a thread of a pool forks tries to join itself when it ends, and fails.
     """
     if device.type != "cuda":
         for batch in batches:

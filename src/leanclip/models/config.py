@@ -48,7 +48,7 @@ class ModelConfig:
     """Start the adapters, and what else was trained with them, from this file of leanclip export --format lora."""
     fix_batch_norm: bool | None = setting(None, resume="fixed")
     """Normalise with the stored averages of batch norms in training too. Default: where a tower starts from weights,
-    whose other layers know no others."""
+    whose other layers expect these averages."""
     force_image_size: int | None = None
     """Train at this image size in pixels. Default: the model's."""
     force_context_length: int | None = None
